@@ -1,0 +1,337 @@
+"""The launcher: owns a session's folder, its children, its segments and its mailbox, in one loop.
+
+    signals, ends of children --wake pipe--+
+    messages (mailbox)  -------------------+--> turn() --> messages to the controller, lines on the screen
+    end of the watched script (pidfd)  ----+
+
+Used by `rplaunch` (which starts the script) and by `launcher.serve` (which a script under plain python
+starts).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import rpruntime
+from launcher.devices import Device, resolve_devices, usable_cores
+from launcher.screen import LogFollower, Screen, WaitNotice, devices_line, session_line
+from launcher.session import SessionFolder, clean_sessions, create_session, make_base
+from launcher.supervisor import Ended, ReadyProc, Supervisor
+from rpruntime.process import EXIT_START_FAILED, start_time
+from rpruntime.store.limits import read_host_memory
+from rpruntime.store.segments import SegmentServer, remove_stale_names
+from rpruntime.wire.mailbox import Mailbox
+from rpruntime.wire.messages import (
+    PROTOCOL_VERSION,
+    AttachedMsg,
+    AttachMsg,
+    HelloMsg,
+    ReadyMsg,
+    RefusedMsg,
+    RoleDiedMsg,
+    RoleReadyMsg,
+    ShutdownMsg,
+    StartFailedMsg,
+)
+
+_TICK_S = 0.2
+_REASON_WAIT_S = 0.5
+# The ladder ends within 5 s of the script's end (nothing may outlive that), whatever the grace for the script
+# is.
+_ASK_S, _TERM_S = 2.5, 1.0
+
+
+class Wakeup:
+    """Signals noted as they come, and a descriptor that wakes the loop for them."""
+
+    def __init__(self) -> None:
+        self.read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self.read_fd, False)
+        os.set_blocking(self._write_fd, False)
+        self.received: list[tuple[signal.Signals, float]] = []
+        self._before: dict[int, Any] = {}
+        self._fd_before = -1
+
+    def install(self, numbers: tuple[signal.Signals, ...]) -> None:
+        """Note these signals from now on; one that was ignored when we started (nohup) stays so."""
+        self._fd_before = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        for number in numbers:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._note)
+
+    def _note(self, number: int, _frame: object) -> None:
+        self.received.append((signal.Signals(number), time.monotonic()))
+
+    def drain(self) -> None:
+        """Empty the wake pipe."""
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self.read_fd, 4096):
+                pass
+
+    def take(self) -> list[tuple[signal.Signals, float]]:
+        """The signals since the last call, with their times."""
+        taken = self.received[:]
+        del self.received[: len(taken)]
+        return taken
+
+    def close(self) -> None:
+        """Put everything back."""
+        signal.set_wakeup_fd(self._fd_before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.close(self.read_fd)
+        os.close(self._write_fd)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be launched, known before anything is started."""
+
+    config: dict[str, Any]
+    devices: tuple[Device, ...]
+
+    @property
+    def roles(self) -> tuple[tuple[str, Device | None], ...]:
+        """Roles to start, with their devices."""
+        if not self.devices:
+            return ()
+        workers = tuple((f"worker-{index}", device) for index, device in enumerate(self.devices))
+        return (("optimizer", None), *workers)
+
+
+def make_plan(settings: Mapping[str, Any], sys_path: list[str]) -> Plan:
+    """Resolve devices and threads.
+
+    Raises:
+        ConfigError: there are no such devices.
+    """
+    devices = resolve_devices(settings["devices"])
+    cores, workers = usable_cores(), max(1, len(devices))
+    on_cuda = any(device.is_cuda for device in devices)
+    config = dict(settings)
+    config["devices_flag"] = settings["devices"]
+    config["devices"] = [device.name for device in devices]
+    config["threads_per_worker"] = 4 if on_cuda else max(1, cores // workers)
+    if config["optimizer_threads"] is None:
+        config["optimizer_threads"] = max(1, cores - 2 * workers) if on_cuda else cores
+    config["sys_path"] = sys_path
+    return Plan(config, devices)
+
+
+class Launcher:
+    """A running session, from the launcher's side. Use from the main thread."""
+
+    def __init__(self, plan: Plan, screen: Screen, wakeup: Wakeup, script: dict[str, Any]) -> None:
+        self._plan = plan
+        self._screen = screen
+        self._wakeup = wakeup
+        base = make_base()
+        if base.warning:
+            screen.warn(f"rpruntime: {base.warning}")
+        clean_sessions(base.path)
+        remove_stale_names()
+        self.folder: SessionFolder = create_session(base.path, plan.config["name"], plan.config, script)
+        log_dir = self.folder.config["log_dir"]
+        screen.say(session_line(rpruntime.__version__, self.folder.name, log_dir))
+        screen.say(devices_line(plan.devices, read_host_memory()))
+        self._segments: SegmentServer | None = None
+        self._mailbox: Mailbox | None = None
+        self._supervisor = Supervisor(self.folder)
+        self._notice = WaitNotice(screen, time.monotonic())
+        self._follower = LogFollower(screen)
+        # The controller's (pid, start time) while one is attached.
+        self._controller: tuple[int, int | None] | None = None
+        self._failed_reasons: dict[str, str] = {}
+        self.casualties: list[Ended] = []
+        """Children that ended without being asked to."""
+        self.shutdown_asked = False
+
+    def start(self) -> None:
+        """Serve segments and messages, and start the children."""
+        host_memory = self._plan.config["host_memory"]
+        self._segments = SegmentServer(self.folder.path, self.folder.token, override_gib=host_memory)
+        self._mailbox = Mailbox(self.folder.path, "launcher", 1, self.folder.keys)
+        tee = self._plan.config["tee"]
+        for role, device in self._plan.roles:
+            proc = self._supervisor.start(role, device)
+            if tee == "all" or (tee == "workers" and role != "optimizer"):
+                self._follower.add(role, proc.log_file)
+        self._save()
+
+    def turn(self, extra_fds: tuple[int, ...] = (), timeout_s: float = _TICK_S) -> set[int]:
+        """One round of the loop; returns those of `extra_fds` that are readable."""
+        assert self._mailbox is not None
+        watched = [self._wakeup.read_fd, self._mailbox.fileno(), *extra_fds]
+        # The mailbox's descriptor tells of changes only: what came in between is read first.
+        self._read_mail()
+        try:
+            readable, _, _ = select.select(watched, [], [], timeout_s)
+        except InterruptedError:
+            readable = []
+        self._wakeup.drain()
+        self._read_mail()
+        for ended in self._supervisor.reap():
+            self._on_ended(ended)
+        if not self._supervisor.stopping:
+            self._notice.tick(time.monotonic(), self._supervisor.unready())
+        self._follower.copy()
+        return set(extra_fds) & set(readable)
+
+    def end(self, *, at_once: bool = False) -> None:
+        """End all children, by the ladder or at once, and remove the folder's content except logs."""
+        self._supervisor.stopping = True
+        if self._mailbox is not None:
+            self._run_ladder(at_once)
+            self._mailbox.close()
+        if self._segments is not None:
+            self._segments.close()
+        self._follower.copy(last=True)
+        self._supervisor.close()
+        for ended in self.casualties:
+            on = f" on {ended.device}" if ended.device else ""
+            who = f"{ended.role}{on} (pid {ended.pid})"
+            self._screen.warn(f"rpruntime: {who} ended early: {ended.reason}; log {ended.log_file}")
+        self.folder.remove()
+
+    def _run_ladder(self, at_once: bool) -> None:
+        grace = float(self._plan.config["shutdown_timeout"])
+        supervisor = self._supervisor
+        rungs: list[tuple[str, float]] = [
+            ("ask", min(grace, _ASK_S)),
+            ("term", min(grace, _TERM_S)),
+            ("kill", 5.0),
+        ]
+        for rung, wait_s in rungs[2:] if at_once else rungs:
+            if rung == "ask":
+                assert self._mailbox is not None
+                for role, proc in supervisor.procs.items():
+                    if isinstance(proc, ReadyProc):
+                        self._mailbox.send(role, ShutdownMsg("the session ends"))
+                supervisor.signal_all(signal.SIGTERM, unready_only=True)
+            else:
+                supervisor.signal_all(signal.SIGTERM if rung == "term" else signal.SIGKILL)
+            deadline = time.monotonic() + wait_s
+            while supervisor.procs and time.monotonic() < deadline:
+                self.turn(timeout_s=max(0.0, min(_TICK_S, deadline - time.monotonic())))
+                if rung != "kill" and any(number == signal.SIGINT for number, _ in self._wakeup.take()):
+                    break  # somebody is in a hurry: next rung
+            if not supervisor.procs:
+                return
+        # Only a process in uninterruptible sleep gets here; its end is the kernel's.
+        for role, proc in list(supervisor.procs.items()):
+            self._screen.warn(
+                f"rpruntime: {role} (pid {proc.popen.pid}) cannot be killed, it hangs in the kernel"
+            )
+            del supervisor.procs[role]
+
+    def _read_mail(self) -> None:
+        assert self._mailbox is not None
+        for msg in self._mailbox.receive():
+            self._on_message(msg)
+
+    def _on_message(self, msg: Any) -> None:
+        assert self._mailbox is not None
+        if isinstance(msg, HelloMsg):
+            self._supervisor.on_hello(msg.role, msg.incarnation)
+            if msg.protocol != PROTOCOL_VERSION:
+                self._mailbox.send(msg.role, ShutdownMsg(_protocol_reason(msg.protocol)))
+        elif isinstance(msg, ReadyMsg):
+            if self._supervisor.on_ready(msg.role, msg.incarnation, msg.info):
+                self._tell_controller(RoleReadyMsg(msg.role, msg.incarnation, msg.info))
+                self._save()
+        elif isinstance(msg, StartFailedMsg):
+            self._failed_reasons[msg.role] = msg.reason
+        elif isinstance(msg, AttachMsg):
+            self._on_attach(msg)
+        elif isinstance(msg, ShutdownMsg):
+            self.shutdown_asked = True
+
+    def _on_attach(self, msg: AttachMsg) -> None:
+        assert self._mailbox is not None
+        holder = self._controller
+        if msg.protocol != PROTOCOL_VERSION:
+            self._mailbox.send("controller", RefusedMsg(_protocol_reason(msg.protocol)))
+            return
+        if holder is not None and holder[0] != msg.pid and start_time(holder[0]) == holder[1]:
+            reason = f"session {self.folder.name} is used by process {holder[0]}; one controller at a time"
+            self._mailbox.send("controller", RefusedMsg(reason))
+            return
+        self._controller = (msg.pid, start_time(msg.pid))
+        ready = {r: p.info for r, p in self._supervisor.procs.items() if isinstance(p, ReadyProc)}
+        names = tuple(device.name for device in self._plan.devices)
+        self._mailbox.send("controller", AttachedMsg(self.folder.name, names, ready, self.folder.config))
+        for ended in self.casualties:
+            self._tell_controller(_died(ended))
+
+    def _on_ended(self, ended: Ended) -> None:
+        if ended.expected:
+            return
+        if ended.returncode == EXIT_START_FAILED:
+            self._wait_for_reason(ended.role)
+        reason = self._failed_reasons.pop(ended.role, ended.reason)
+        if ended.returncode > 0 and reason is ended.reason and ended.lines:
+            reason = f"{reason}: {ended.lines[-1]}"
+        ended = replace(ended, reason=reason)
+        self.casualties.append(ended)
+        self._tell_controller(_died(ended))
+        if not ended.was_ready:
+            on = f" on {ended.device}" if ended.device else ""
+            self._screen.warn(f"rpruntime: {ended.role}{on} (pid {ended.pid}) did not start: {ended.reason}")
+            for line in ended.lines:
+                self._screen.warn(f"  {line}")
+        self._save()
+
+    def _wait_for_reason(self, role: str) -> None:
+        """Its reason was sent before it ended, so it is here or about to be."""
+        assert self._mailbox is not None
+        deadline = time.monotonic() + _REASON_WAIT_S
+        while role not in self._failed_reasons and time.monotonic() < deadline:
+            for msg in self._mailbox.receive(0.05):
+                self._on_message(msg)
+
+    def _tell_controller(self, msg: Any) -> None:
+        if self._controller is not None and self._mailbox is not None:
+            self._mailbox.send("controller", msg)
+
+    def _save(self) -> None:
+        self.folder.roles = {
+            role: {
+                "pid": proc.popen.pid,
+                "incarnation": proc.incarnation,
+                "device": proc.device.name if proc.device is not None else "",
+                "state": "ready" if isinstance(proc, ReadyProc) else "starting",
+            }
+            for role, proc in self._supervisor.procs.items()
+        }
+        for ended in self.casualties:
+            self.folder.roles.setdefault(
+                ended.role,
+                {
+                    "pid": ended.pid,
+                    "incarnation": ended.incarnation,
+                    "device": ended.device,
+                    "state": ended.reason,
+                },
+            )
+        self.folder.save()
+
+
+def _died(ended: Ended) -> RoleDiedMsg:
+    return RoleDiedMsg(ended.role, ended.incarnation, ended.pid, ended.reason)
+
+
+def _protocol_reason(theirs: int) -> str:
+    return f"protocol version {theirs} does not fit {PROTOCOL_VERSION}: two versions of rpruntime are mixed"
+
+
+def script_path_entry(target: str, module: bool) -> str:
+    """What Python puts first on sys.path for this script."""
+    return os.getcwd() if module else str(Path(os.path.realpath(target)).parent)

@@ -1,0 +1,195 @@
+"""rpctl: looks at sessions and ends them.
+
+rpctl status [NAME] [--json]     rpctl logs [NAME] [ROLE]     rpctl stop NAME     rpctl clean [--logs]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from launcher.session import base_candidates, clean_sessions, is_alive, list_sessions, read_session
+from rpruntime.errors import RoundPipeError
+from rpruntime.process import open_pidfd, start_time
+
+_LATER = ("top", "serve", "checkpoint", "plan", "simulate", "trace", "doctor")
+_STOP_TIMEOUT_S = 30.0
+_USAGE = """usage: rpctl COMMAND [arguments]
+
+  rpctl status [NAME] [--json]   sessions that run, and their processes
+  rpctl logs [NAME] [ROLE]       a session's logs, of one process or the end of each
+  rpctl stop NAME                end a session (under rplaunch: SIGTERM to the script)
+  rpctl clean [--logs]           remove what dead sessions left; their logs too with --logs
+
+NAME may be left out where there is one session. Come later: """ + ", ".join(_LATER)
+
+
+class _Refused(Exception):
+    """A sentence for the user and an exit code."""
+
+    def __init__(self, sentence: str, code: int = 1) -> None:
+        super().__init__(sentence)
+        self.code = code
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(_USAGE)
+        return 0 if words else 2
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "status": _status, "logs": _logs, "stop": _stop, "clean": _clean,
+    }  # fmt: skip
+    command, rest = words[0], words[1:]
+    try:
+        if command in _LATER:
+            raise _Refused(f"{command} comes later", 2)
+        if command not in commands:
+            raise _Refused(f"there is no command {command}, see rpctl --help", 2)
+        return commands[command](rest)
+    except _Refused as err:
+        print(f"rpctl: {err}", file=sys.stderr)
+        return err.code
+    except RoundPipeError as err:
+        print(f"rpctl: {err}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `rpctl logs | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+
+
+def _flags(words: list[str], known: tuple[str, ...]) -> tuple[set[str], list[str]]:
+    given = {word for word in words if word.startswith("-")}
+    unknown = given - set(known)
+    if unknown:
+        raise _Refused(f"unknown flag {sorted(unknown)[0]}", 2)
+    return given, [word for word in words if word not in given]
+
+
+def _running() -> list[Path]:
+    return [path for path in list_sessions() if is_alive(path) and read_session(path) is not None]
+
+
+def _choose(name: str | None, folders: list[Path]) -> Path:
+    if name is not None:
+        for path in folders:
+            if path.name == name:
+                return path
+        raise _Refused(f"there is no session {name}")
+    if len(folders) != 1:
+        names = ", ".join(path.name for path in folders)
+        raise _Refused(f"which session? {names}" if folders else "there is no session")
+    return folders[0]
+
+
+def _status(words: list[str]) -> int:
+    given, names = _flags(words, ("--json",))
+    running = _running()
+    chosen = [_choose(names[0], running)] if names else running
+    rows = [row for path in chosen if (row := _describe(path)) is not None]
+    if "--json" in given:
+        print(json.dumps(rows, indent=1))
+        return 0
+    if not rows:
+        print("no session is running")
+    for row in rows:
+        pids = f"launcher {row['launcher_pid']}, script {row['script_pid']}"
+        print(f"{row['name']}   {pids}   logs: {row['log_dir']}/")
+        for role in row["roles"]:
+            print(f"  {role['role']:<12} {role['device']:<8} pid {role['pid']:<8} {role['state']}")
+    return 0
+
+
+def _describe(path: Path) -> dict[str, Any] | None:
+    """What may be shown of a session: neither keys nor token."""
+    body = read_session(path)
+    if body is None:
+        return None
+    return {
+        "name": body["name"],
+        "folder": body["folder"],
+        "log_dir": body["config"]["log_dir"],
+        "launcher_pid": body["launcher"]["pid"],
+        "script_pid": body["script"].get("pid"),
+        "argv": body["script"].get("argv", []),
+        "devices": body["config"]["devices"],
+        "roles": [{"role": role, **found} for role, found in body["roles"].items()],
+    }
+
+
+def _logs(words: list[str]) -> int:
+    _, names = _flags(words, ())
+    everything = list_sessions()
+    by_name = {path.name: path for path in everything}
+    if names and names[0] in by_name:
+        folder, roles = by_name[names[0]], names[1:]
+    else:
+        candidates = _running() or [path for path in everything if any(path.glob("*.log"))]
+        folder, roles = _choose(None, candidates), names
+    body = read_session(folder)
+    log_dir = Path(body["config"]["log_dir"]) if body is not None else folder
+    if not roles:
+        for log in sorted(log_dir.glob("*.log")):
+            print(f"==> {log} <==")
+            print("\n".join(log.read_text(errors="replace").splitlines()[-10:]))
+        return 0
+    role = _role_name(roles[0], body)
+    log = log_dir / f"{role}.log"
+    if not log.exists():
+        there = ", ".join(path.stem for path in sorted(log_dir.glob("*.log")))
+        raise _Refused(f"session {folder.name} has no log of {roles[0]}, only of {there or 'nobody'}")
+    sys.stdout.write(log.read_text(errors="replace"))
+    return 0
+
+
+def _role_name(word: str, body: dict[str, Any] | None) -> str:
+    """A device's name stands for its worker."""
+    names = body["config"]["devices"] if body is not None else []
+    return f"worker-{names.index(word)}" if word in names else word
+
+
+def _stop(words: list[str]) -> int:
+    _, names = _flags(words, ())
+    path = _choose(names[0] if names else None, _running())
+    body = read_session(path)
+    if body is None:
+        return 0  # it has just ended
+    pid, started = body["launcher"]["pid"], body["launcher"]["start_time"]
+    try:
+        pidfd = open_pidfd(pid, started)
+    except ProcessLookupError:
+        return 0
+    if pidfd >= 0:
+        signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+    else:
+        os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + _STOP_TIMEOUT_S
+    while start_time(pid) == started and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if start_time(pid) == started:
+        raise _Refused(
+            f"session {path.name} (launcher {pid}) did not end within {_STOP_TIMEOUT_S:.0f} s of SIGTERM"
+        )
+    print(f"session {path.name} has ended")
+    return 0
+
+
+def _clean(words: list[str]) -> int:
+    given, _ = _flags(words, ("--logs",))
+    cleaned = []
+    for base in base_candidates():
+        if list_sessions([base]):
+            cleaned += clean_sessions(base, logs="--logs" in given)
+    print("cleaned: " + ", ".join(cleaned) if cleaned else "nothing to clean")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""What the launcher says: whole lines on stderr, never on stdout, which is the script's alone."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+
+from launcher.devices import Device, usable_cores
+from rpruntime.store.limits import HostMemory, gib, memlock_text
+
+_NOTICES_S = (2.0, 5.0, 10.0, 20.0, 40.0)
+
+
+class Screen:
+    """Lines for people."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self.quiet = quiet
+
+    def say(self, text: str) -> None:
+        """Say something that `-q` silences."""
+        if not self.quiet:
+            self.warn(text)
+
+    def warn(self, text: str) -> None:
+        """Say something in any case. A terminal or pipe that is gone is no reason to end a run."""
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(text + "\n")
+            sys.stderr.flush()
+
+
+def session_line(version: str, name: str, log_dir: str) -> str:
+    """The first line."""
+    short = ".".join(version.split(".")[:2])
+    return f"rpruntime {short}  session {name}   watch: rpctl status {name}   logs: {log_dir}/"
+
+
+def devices_line(devices: tuple[Device, ...], memory: HostMemory) -> str:
+    """The second line: "devices  cuda:0, cuda:1 RTX 4090 24 GB | host 251 GiB, ..."."""
+    if not devices:
+        text = "inline (this process)"
+    else:
+        text = ", ".join(device.name for device in devices)
+        models = list(
+            dict.fromkeys((device.model, device.memory_bytes) for device in devices if device.model)
+        )
+        text += "".join(f" {model.removeprefix('NVIDIA ')} {size / 1e9:.0f} GB" for model, size in models)
+    cgroup = f" (cgroup {gib(memory.cgroup_limit)})" if memory.cgroup_limit is not None else ""
+    return (
+        f"devices  {text} | host {gib(memory.ram_total)}{cgroup}, shared memory {gib(memory.shm_free)} free, "
+        f"memlock {memlock_text()}, {usable_cores()} cores"
+    )
+
+
+class WaitNotice:
+    """Says what is being waited for, so that nothing is silent for long, at growing distances."""
+
+    def __init__(self, screen: Screen, now: float) -> None:
+        self._screen = screen
+        self._began = now
+        self._said = 0
+
+    def tick(self, now: float, roles: list[str]) -> None:
+        """Call it often; `roles` are those not ready yet."""
+        waited = now - self._began
+        if not roles or waited < self._due():
+            return
+        self._said += 1
+        self._screen.say(f"waiting for {', '.join(roles)} to start ({waited:.0f} s)")
+
+    def _due(self) -> float:
+        past = self._said - len(_NOTICES_S) + 1
+        return _NOTICES_S[self._said] if past <= 0 else _NOTICES_S[-1] * (past + 1)
+
+
+class LogFollower:
+    """Copies what is added to log files to the screen, whole lines, each with its role."""
+
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
+        self._files: dict[str, tuple[Path, int]] = {}
+
+    def add(self, role: str, log_file: Path) -> None:
+        """Follow a file from its present end."""
+        size = log_file.stat().st_size if log_file.exists() else 0
+        self._files[role] = (log_file, size)
+
+    def copy(self, *, last: bool = False) -> None:
+        """Copy what is new; at the `last` call also an unfinished line."""
+        for role, (path, offset) in self._files.items():
+            try:
+                with path.open("rb") as file:
+                    file.seek(offset)
+                    data = file.read(1 << 20)
+            except OSError:
+                continue
+            end = len(data) if last else data.rfind(b"\n") + 1
+            if end <= 0:
+                continue
+            self._files[role] = (path, offset + end)
+            for line in data[:end].decode(errors="replace").splitlines():
+                self._screen.warn(f"[{role}] {line}")

@@ -1,0 +1,224 @@
+"""Children of the launcher: started, known to be ready or not by type, ended by a ladder, their ends
+explained.
+
+    start -> UnreadyProc -- ReadyMsg --> ReadyProc
+                 |                          |
+                 +---- the kernel says -----+--> Ended (expected or not)
+
+The ladder at the end: ask (ShutdownMsg), SIGTERM, SIGKILL. A child that is not ready does not read messages
+yet, so it gets SIGTERM at once. Children start from the launcher's main thread only: their parent-death
+signal is bound to that thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import rpruntime
+from launcher.devices import Device
+from launcher.ends import OomCounter, describe_end, last_lines
+from launcher.session import SessionFolder
+
+CHILD_COMMAND_VARIABLE = "RPRUNTIME_CHILD_COMMAND"
+"""Replaces `python -m rpruntime.worker` and `.optimizer` (tests, debuggers)."""
+
+_ROOT = Path(rpruntime.__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadyProc:
+    """A child that cannot be given work yet."""
+
+    role: str
+    incarnation: int
+    device: Device | None
+    popen: subprocess.Popen[bytes]
+    log_file: Path
+    said_hello: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyProc:
+    """A child that takes work."""
+
+    role: str
+    incarnation: int
+    device: Device | None
+    popen: subprocess.Popen[bytes]
+    log_file: Path
+    info: dict[str, Any]
+
+
+Proc = UnreadyProc | ReadyProc
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end of a child, as the kernel reported it. `lines` are the last ones of its log."""
+
+    role: str
+    incarnation: int
+    pid: int
+    device: str
+    returncode: int
+    reason: str
+    was_ready: bool
+    expected: bool
+    log_file: Path
+    lines: tuple[str, ...]
+
+
+class Supervisor:
+    """Owns the children's processes and the pipe whose end tells them that the launcher is gone."""
+
+    def __init__(self, folder: SessionFolder, environ: Mapping[str, str] = os.environ) -> None:
+        self._folder = folder
+        self._environ = dict(environ)
+        self._death_read, self._death_write = os.pipe()
+        self._oom = OomCounter.read()
+        self.procs: dict[str, Proc] = {}
+        self.stopping = False
+        """From now on a child's end is expected."""
+
+    def start(self, role: str, device: Device | None = None, incarnation: int = 1) -> UnreadyProc:
+        """Start the process of a role; its output goes to its log."""
+        log_file = self._log_file(role)
+        with log_file.open("ab") as log:
+            popen = subprocess.Popen(
+                self._command(role),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._child_environ(role, device, incarnation),
+                pass_fds=(self._death_read,),
+                start_new_session=True,  # so the terminal's Ctrl-C and hang-up do not reach it
+            )
+        proc = UnreadyProc(role, incarnation, device, popen, log_file)
+        self.procs[role] = proc
+        return proc
+
+    def _log_file(self, role: str) -> Path:
+        return Path(self._folder.config["log_dir"]) / f"{role}.log"
+
+    def _command(self, role: str) -> list[str]:
+        replaced = self._environ.get(CHILD_COMMAND_VARIABLE)
+        if replaced:
+            return shlex.split(replaced)
+        module = "rpruntime.optimizer" if role == "optimizer" else "rpruntime.worker"
+        return python_command("-m", module)
+
+    def _child_environ(self, role: str, device: Device | None, incarnation: int) -> dict[str, str]:
+        environ = python_environ(self._environ)
+        environ.pop("RPRUNTIME_SESSION", None)
+        environ.update(
+            RPRUNTIME_FOLDER=str(self._folder.path),
+            RPRUNTIME_ROLE=role,
+            RPRUNTIME_INCARNATION=str(incarnation),
+            RPRUNTIME_DEATH_FD=str(self._death_read),
+            RPRUNTIME_DEVICE=device.name if device is not None else "",
+            RPRUNTIME_LOG=str(self._log_file(role)),
+            # Exactly one device for a CUDA worker, none for all others: no context ever lands on a GPU by
+            # accident.
+            CUDA_VISIBLE_DEVICES=device.token if device is not None else "",
+            # What a killed process has printed must be in its log.
+            PYTHONUNBUFFERED="1",
+        )
+        if self._folder.config.get("debug"):
+            environ["RPRUNTIME_DEBUG"] = "1"
+        return environ
+
+    def on_hello(self, role: str, incarnation: int) -> None:
+        """A child's first words."""
+        proc = self.procs.get(role)
+        if isinstance(proc, UnreadyProc) and proc.incarnation == incarnation:
+            self.procs[role] = UnreadyProc(role, incarnation, proc.device, proc.popen, proc.log_file, True)
+
+    def on_ready(self, role: str, incarnation: int, info: dict[str, Any]) -> bool:
+        """A child takes work; False if it is no child of ours, or an old one."""
+        proc = self.procs.get(role)
+        if not isinstance(proc, UnreadyProc) or proc.incarnation != incarnation:
+            return False
+        self.procs[role] = ReadyProc(role, incarnation, proc.device, proc.popen, proc.log_file, info)
+        return True
+
+    def unready(self) -> list[str]:
+        """Roles that are still starting."""
+        return [role for role, proc in self.procs.items() if isinstance(proc, UnreadyProc)]
+
+    def reap(self) -> list[Ended]:
+        """Children that have ended since the last call."""
+        ended = []
+        for role, proc in list(self.procs.items()):
+            if not _has_exited(proc.popen.pid):
+                continue
+            # While it is a zombie its number cannot be given to another group, so this hits only what it
+            # left.
+            _kill_group(proc.popen.pid, signal.SIGKILL)
+            returncode = proc.popen.wait()
+            del self.procs[role]
+            ended.append(
+                Ended(
+                    role,
+                    proc.incarnation,
+                    proc.popen.pid,
+                    proc.device.name if proc.device is not None else "",
+                    returncode,
+                    describe_end(returncode, self._oom),
+                    isinstance(proc, ReadyProc),
+                    self.stopping,
+                    proc.log_file,
+                    tuple(last_lines(proc.log_file)),
+                )
+            )
+        if ended:
+            self._oom = OomCounter.read()
+        return ended
+
+    def signal_all(self, number: signal.Signals, *, unready_only: bool = False) -> None:
+        """Send a signal to the children's groups."""
+        for proc in self.procs.values():
+            if not unready_only or isinstance(proc, UnreadyProc):
+                _kill_group(proc.popen.pid, number)
+
+    def close(self) -> None:
+        """Let go of the pipe; nothing is running any more."""
+        assert not self.procs, self.procs
+        os.close(self._death_read)
+        os.close(self._death_write)
+
+
+def python_command(*words: str) -> list[str]:
+    """This Python with these words. -P (3.11): no file of the user stands in for a module of ours."""
+    return [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else []), *words]
+
+
+def python_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment with PYTHONPATH such that `rpruntime` is found, also where it is not installed."""
+    found = dict(environ)
+    if _ROOT.name not in ("site-packages", "dist-packages"):
+        parts = [part for part in found.get("PYTHONPATH", "").split(os.pathsep) if part]
+        if str(_ROOT) not in parts:
+            found["PYTHONPATH"] = os.pathsep.join([*parts, str(_ROOT)])
+    return found
+
+
+def _has_exited(pid: int) -> bool:
+    """Whether a child is a zombie; it stays one."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True
+
+
+def _kill_group(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)

@@ -1,0 +1,261 @@
+"""The low-level client: one per session, the shell around the controller's machine. `RoundPipe` is built on it.
+
+    script's thread     calls --lock--> machine --> messages
+    receiver thread     messages --lock--> machine --> messages, futures
+    inline session      no thread: whoever waits drives the roles
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from rpruntime.control import events as ev
+from rpruntime.control.machine import ControllerMachine
+from rpruntime.errors import RoundPipeError, SessionLost, WorkerDied
+from rpruntime.store.arena import Arena, Store
+from rpruntime.wire.messages import (
+    FreeMsg,
+    ModelAllocatedMsg,
+    ModelReadyMsg,
+    ProtocolErrorMsg,
+    RoleDiedMsg,
+    RoleFailedMsg,
+    RoleReadyMsg,
+    ShutdownMsg,
+    StateMsg,
+)
+
+log = logging.getLogger(__name__)
+
+CHECK_INTERVAL_S = 0.5
+Listener = Callable[[Any], None]
+
+
+class Client:
+    """The controller of a session, for any number of models.
+
+    Attributes:
+        session: the session it controls.
+        arena: the controller's own memory (inputs, labels, code objects).
+        store: views of everybody's memory.
+    """
+
+    def __init__(self, session: Any) -> None:
+        self.session = session
+        owner = "controller.1"
+        self.store = Store(session.segments)
+        self.arena = Arena(owner, session.segments, self.store)
+        self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)
+        self._machine = ControllerMachine(session.worker_roles, owner, check=os.environ.get("RPRUNTIME_DEBUG") == "1")
+        self._listeners: dict[int, Listener] = {}
+        self._calls: dict[int, int] = {}
+        self._next_call = 0
+        self.pipes: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        self._next_model = 0
+        self._broken: BaseException | None = None
+        self._closed = False
+        self._pid = os.getpid()
+        self._inline = hasattr(session, "drive")
+        self._thread: threading.Thread | None = None
+        atexit.register(self._at_exit)
+
+    def wait_roles(self, progress: Callable[[list[str], float], None]) -> None:
+        """Wait until every process of the session takes work; `progress(missing, seconds)` every two seconds."""
+        if self._thread is not None:
+            return
+        told = 0.0
+
+        def tell(missing: list[str], seconds: float) -> None:
+            nonlocal told
+            if seconds - told >= 1.9:
+                told = seconds
+                progress(missing, seconds)
+
+        self.session.wait_ready(tell)
+        for msg in self.session.backlog:
+            self._take(msg)
+        if not self._inline:
+            self._thread = threading.Thread(target=self._receive, name="rpruntime-client", daemon=True)
+            self._thread.start()
+
+    # --- for models
+
+    @property
+    def machine(self) -> ControllerMachine:
+        """The machine; ask it only under `lock`."""
+        return self._machine
+
+    def add_listener(self, listener: Listener) -> int:
+        """A number for a new model, whose messages and instructions go to `listener`, under the lock."""
+        with self.lock:
+            self._next_model += 1
+            self._listeners[self._next_model] = listener
+            return self._next_model
+
+    def remove_listener(self, model: int) -> None:
+        """Forget a model."""
+        with self.lock:
+            self._listeners.pop(model, None)
+
+    def new_call(self, model: int) -> int:
+        """A fresh call number."""
+        with self.lock:
+            self._next_call += 1
+            self._calls[self._next_call] = model
+            return self._next_call
+
+    def do(self, event: Any) -> None:
+        """Give the machine an event of the script's and carry out what follows."""
+        with self.lock:
+            self.check_alive()
+            self._apply(self._machine.handle(event))
+        if self._inline:
+            self._drive()
+
+    def send(self, role: str, msg: Any) -> None:
+        """Send a message that the machine has no part in (loading, reading state)."""
+        with self.lock:
+            self.check_alive()
+            self.session.post.send(role, msg)
+        if self._inline:
+            self._drive()
+
+    def free(self, extents: Any) -> None:
+        """Free extents of others that a reply named."""
+        by_owner: dict[str, list[Any]] = {}
+        for extent in extents:
+            by_owner.setdefault(extent.owner, []).append(extent)
+        for owner, freed in by_owner.items():
+            self.send(owner.rpartition(".")[0], FreeMsg(tuple(freed)))
+
+    def wait(self, ready: Callable[[], bool], what: str, timeout_s: float | None = None) -> bool:
+        """Wait, under no lock of the caller's, until `ready()`; False: the time is over.
+
+        Raises:
+            WorkerDied, SessionLost: it can never become ready.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        if self._inline:
+            self._drive()
+        with self._changed:
+            while not ready():
+                self.check_alive()
+                left = CHECK_INTERVAL_S if deadline is None else min(CHECK_INTERVAL_S, deadline - time.monotonic())
+                if left <= 0:
+                    return False
+                if self._inline:
+                    raise RoundPipeError(f"nothing is left to do, but {what} has not come")
+                self._changed.wait(left)
+        return True
+
+    def check_alive(self) -> None:
+        """Raises what ended the session, or RoundPipeError after `close`."""
+        if self._broken is not None:
+            raise self._broken
+        if self._closed:
+            raise RoundPipeError("the session is closed: make a new RoundPipe")
+        if os.getpid() != self._pid:
+            raise RoundPipeError("a forked child cannot use the pipe of its parent")
+        if not self.session.launcher_alive():
+            self._broken = SessionLost(f"session {self.session.name} is gone: its launcher ended; start the script again")
+            raise self._broken
+
+    # --- messages
+
+    def _receive(self) -> None:
+        while not self._closed:
+            try:
+                if not self.session.post.wait(CHECK_INTERVAL_S):
+                    continue
+                with self._changed:
+                    if self._closed:
+                        return
+                    for msg in self.session.post.receive():
+                        self._take(msg)
+                    self._changed.notify_all()
+            except BaseException as err:
+                log.exception("in the client's receiver")
+                with self._changed:
+                    self._broken = self._broken or err
+                    self._changed.notify_all()
+                return
+
+    def _take(self, msg: Any) -> None:
+        if self._machine.understands(msg):
+            self._apply(self._machine.handle(msg))
+        elif isinstance(msg, RoleDiedMsg):
+            self._broken = self._broken or WorkerDied(
+                f"{msg.role} (pid {msg.pid}) died: {msg.reason}; log {self._log_of(msg.role)}"
+            )
+            self._changed.notify_all()
+        elif isinstance(msg, ShutdownMsg):
+            self._broken = self._broken or SessionLost(f"session {self.session.name} was ended: {msg.reason}")
+        elif isinstance(msg, ModelAllocatedMsg | ModelReadyMsg | StateMsg | RoleFailedMsg):
+            for model, listener in list(self._listeners.items()):
+                if msg.model in (model, -1):
+                    listener(msg)
+        elif isinstance(msg, ProtocolErrorMsg):
+            log.error("%s did not understand a message: %s", msg.role, msg.error)
+        elif not isinstance(msg, RoleReadyMsg):
+            log.warning("unexpected %s", type(msg).__name__)
+
+    def _log_of(self, role: str) -> str:
+        folder = self.session.config.get("log_dir") or self.session.folder
+        return f"{folder}/{role}.log"
+
+    def _apply(self, instructions: list[Any]) -> None:
+        for instruction in instructions:
+            if isinstance(instruction, ev.Send):
+                self.session.post.send(instruction.role, instruction.msg)
+            elif isinstance(instruction, ev.FreeOwn):
+                for extent in instruction.extents:
+                    self.arena.free(extent)
+            elif isinstance(instruction, ev.FinishCall):
+                self._listeners[self._calls.pop(instruction.call)](instruction)
+            else:
+                listener = self._listeners.get(instruction.model)
+                if listener is not None:
+                    listener(instruction)
+        self._changed.notify_all()
+
+    def _drive(self) -> None:
+        """Inline: let the roles work until nobody has anything to do."""
+        busy = True
+        while busy:
+            busy = self.session.drive()
+            with self._changed:
+                for msg in self.session.post.receive():
+                    self._take(msg)
+                    busy = True
+
+    # --- end
+
+    def close(self) -> None:
+        """Stop listening; the session goes on."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(2 * CHECK_INTERVAL_S)
+        with self._changed:
+            self._changed.notify_all()
+
+    def _at_exit(self) -> None:
+        self.close()
+
+
+def client_of(session: Any) -> Client:
+    """The client of a session, made at first use."""
+    found: Client | None = getattr(session, "client", None)
+    if found is None:
+        found = session.client = Client(session)
+    return found

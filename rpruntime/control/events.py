@@ -1,0 +1,137 @@
+"""What goes into the controller's machine besides the peers' messages, and what comes out of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rpruntime.schedule.plan import ExecutionPlan
+from rpruntime.store.handle import Extent, Payload
+from rpruntime.wire.messages import ErrorInfo, StepDoneMsg, UnitSpec
+
+
+@dataclass(frozen=True)
+class ModelAddedEvent:
+    """A model has been loaded by all roles; version 0 is published by the optimizer."""
+
+    model: int
+    units: tuple[UnitSpec, ...]
+    layer_units: tuple[tuple[int, ...], ...]
+    buffers: tuple[tuple[int, Payload], ...]
+    """(position, initial buffers) of the layers that have any."""
+    grain: str
+    asynchronous: bool
+    master: tuple[Extent, ...]
+    """Version 0 of each unit."""
+
+
+@dataclass(frozen=True)
+class ModelRemovedEvent:
+    """The pipe was closed; nothing of the model is running."""
+
+    model: int
+
+
+@dataclass(frozen=True)
+class CallEvent:
+    """`forward_backward` (or `forward`, when `inference`): inputs and labels lie in the controller's arena."""
+
+    call: int
+    model: int
+    plan: ExecutionPlan
+    inputs: tuple[Payload, ...]
+    labels: tuple[Payload | None, ...]
+    coefficients: tuple[tuple[float, float], ...]
+    weights: tuple[float, ...]
+    scale: float
+    context: dict[str, Any]
+    inference: bool = False
+    wants_output: bool = False
+    """Of an inference call: the outputs come back (else only the losses)."""
+
+
+@dataclass(frozen=True)
+class StepEvent:
+    """`step()`: seal the open iteration."""
+
+    model: int
+    groups: tuple[dict[str, Any], ...]
+    max_grad_norm: float | None
+
+
+@dataclass(frozen=True)
+class DiscardEvent:
+    """`zero_grad()`: the open iteration's calls have completed and their gradients are not wanted."""
+
+    model: int
+
+
+@dataclass(frozen=True)
+class OutputTakenEvent:
+    """The script has copied the outputs of an inference call."""
+
+    call: int
+
+
+Event = (
+    ModelAddedEvent | ModelRemovedEvent | CallEvent | StepEvent | DiscardEvent | OutputTakenEvent
+)
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send a message to a role."""
+
+    role: str
+    msg: Any
+
+
+@dataclass(frozen=True)
+class FreeOwn:
+    """Free extents of the controller's own arena."""
+
+    extents: tuple[Extent, ...]
+
+
+@dataclass(frozen=True)
+class FinishCall:
+    """All slots of a call have committed. `losses` per micro-batch, `loss` combined by the call's coefficients."""
+
+    call: int
+    loss: float
+    losses: tuple[float, ...]
+    metrics: tuple[dict[str, float], ...]
+    weights: tuple[float, ...]
+    scale: float
+    outputs: tuple[Payload, ...]
+
+
+@dataclass(frozen=True)
+class FinishStep:
+    """A step is done."""
+
+    model: int
+    msg: StepDoneMsg
+
+
+@dataclass(frozen=True)
+class ReportFailure:
+    """The user's code raised: these calls and steps will never finish. Cancelling goes on."""
+
+    model: int
+    call: int
+    num_microbatches: int
+    error: ErrorInfo
+    calls: tuple[int, ...]
+    steps: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class FinishCancel:
+    """Everything cancelled is gone; the model takes calls again, from iteration `iteration`."""
+
+    model: int
+    iteration: int
+
+
+Instruction = Send | FreeOwn | FinishCall | FinishStep | ReportFailure | FinishCancel

@@ -1,0 +1,115 @@
+"""Who still needs which bytes. The controller alone decides when an extent is freed (DESIGN "Host store").
+
+A key (an activation, a gradient, a weight version) has readers; it dies when its producer has committed and its
+last reader is gone. Several keys may name one extent (a tensor passed on unchanged): it is freed with the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+
+from rpruntime.store.handle import Extent
+from rpruntime.wire.messages import Key
+
+Reader = Hashable
+"""A slot's number, or the name of another holder: "optimizer", ("head", model)..."""
+
+
+@dataclass
+class _Entry:
+    readers: set[Reader] = field(default_factory=set)
+    extents: tuple[Extent, ...] | None = None  # None until the producer has committed
+
+
+class Lifetimes:
+    """Readers of every live key and keys of every live extent."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Key, _Entry] = {}
+        self._reads: dict[Reader, set[Key]] = {}
+        self._naming: dict[Extent, set[Key]] = {}
+
+    def hold(self, key: Key, reader: Reader) -> None:
+        """`reader` will read `key`, whether it exists yet or not."""
+        self._entries.setdefault(key, _Entry()).readers.add(reader)
+        self._reads.setdefault(reader, set()).add(key)
+
+    def publish(self, key: Key, extents: Iterable[Extent]) -> list[Extent]:
+        """The producer of `key` has committed these extents; returns what can be freed (nobody wanted it)."""
+        entry = self._entries.setdefault(key, _Entry())
+        assert entry.extents is None, f"{key} published twice"
+        entry.extents = tuple(extents)
+        for extent in entry.extents:
+            self._naming.setdefault(extent, set()).add(key)
+        return self._bury(key) if not entry.readers else []
+
+    def release(self, reader: Reader, key: Key | None = None) -> list[Extent]:
+        """`reader` is done with `key` (None: with all that it reads); returns the extents that nobody needs now."""
+        held = self._reads.get(reader, set())
+        keys = [key] if key is not None and key in held else ([] if key is not None else list(held))
+        freed: list[Extent] = []
+        for done in keys:
+            held.discard(done)
+            entry = self._entries[done]
+            entry.readers.discard(reader)
+            if not entry.readers and entry.extents is not None:
+                freed += self._bury(done)
+        if not held:
+            self._reads.pop(reader, None)
+        return freed
+
+    def drop(self, key: Key) -> list[Extent]:
+        """Forget a cancelled key with all its readers; returns the extents that nobody needs now."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return []
+        for reader in entry.readers:
+            self._reads[reader].discard(key)
+        entry.readers.clear()
+        return self._bury(key)
+
+    def extents(self, key: Key) -> tuple[Extent, ...] | None:
+        """The extents of a committed key; None: unknown or not committed."""
+        entry = self._entries.get(key)
+        return None if entry is None else entry.extents
+
+    def is_live(self, key: Key) -> bool:
+        """Whether anything still names this key."""
+        return key in self._entries
+
+    def keys(self) -> list[Key]:
+        """Every live key."""
+        return list(self._entries)
+
+    def reads(self, reader: Reader) -> frozenset[Key]:
+        """What a reader still holds."""
+        return frozenset(self._reads.get(reader, ()))
+
+    def live_extents(self) -> set[Extent]:
+        """Every extent that some live key names."""
+        return set(self._naming)
+
+    def _bury(self, key: Key) -> list[Extent]:
+        entry = self._entries.pop(key)
+        freed = []
+        for extent in entry.extents or ():
+            names = self._naming[extent]
+            names.discard(key)
+            if not names:
+                del self._naming[extent]
+                freed.append(extent)
+        return freed
+
+    def validate(self) -> None:
+        """Re-derive the two indexes from the entries."""
+        reads: dict[Reader, set[Key]] = {}
+        naming: dict[Extent, set[Key]] = {}
+        for key, entry in self._entries.items():
+            assert entry.readers or entry.extents is None, f"{key} is committed and has no reader"
+            for reader in entry.readers:
+                reads.setdefault(reader, set()).add(key)
+            for extent in entry.extents or ():
+                naming.setdefault(extent, set()).add(key)
+        assert reads == {reader: keys for reader, keys in self._reads.items() if keys}
+        assert naming == self._naming

@@ -1,0 +1,557 @@
+"""The controller's brain: calls and peers' messages in, instructions out. No sockets, clock, torch or threads.
+
+What it owns: the open iteration of each model, the round-robin pointer, the slots in flight and the lifetimes of all
+data. It never waits: tasks go out at once and the peers' events order them.
+
+    call ----> CallMsg, inputs, tasks ----> workers --(losses, commits)--> FinishCall
+    step ----> StepMsg -------------------> optimizer -(weights, done)---> FinishStep
+    failure -> CancelMsg to everybody ----> CancelledMsg from everybody -> FinishCancel
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rpruntime.control.events import (
+    CallEvent,
+    DiscardEvent,
+    FinishCall,
+    FinishCancel,
+    FinishStep,
+    FreeOwn,
+    Instruction,
+    ModelAddedEvent,
+    ModelRemovedEvent,
+    OutputTakenEvent,
+    ReportFailure,
+    Send,
+    StepEvent,
+)
+from rpruntime.control.lifetimes import Lifetimes
+from rpruntime.control.tasks import CallTasks, plan_call, plan_inference
+from rpruntime.store.handle import Extent, Payload
+from rpruntime.wire.messages import (
+    CallMsg,
+    CancelledMsg,
+    CancelMsg,
+    DataReadyMsg,
+    DiscardMsg,
+    ExpectSlabsMsg,
+    FreeMsg,
+    Key,
+    LossReadyMsg,
+    SlabDoneMsg,
+    SlotCommittedMsg,
+    SlotFailedMsg,
+    SlotTask,
+    StepDoneMsg,
+    StepMsg,
+    TaskMsg,
+    UnloadModelMsg,
+    WeightsReadyMsg,
+)
+
+OPTIMIZER = "optimizer"
+
+
+def float32(value: float) -> float:
+    """`value` rounded to fp32, as a call's loss is summed."""
+    try:
+        rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+    except OverflowError:
+        return float("inf") if value > 0 else float("-inf")
+    return rounded
+
+
+@dataclass
+class _Call:
+    event: CallEvent
+    iteration: int
+    open_slots: set[int]
+    losses: dict[int, float] = field(default_factory=dict)
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    outputs: dict[int, Payload] = field(default_factory=dict)
+
+
+@dataclass
+class _Iteration:
+    buffers_from: tuple[int, int]
+    """(call, micro-batch) whose buffers it started with."""
+    calls: list[int] = field(default_factory=list)
+    """All its calls, discarded ones too."""
+
+
+@dataclass(frozen=True)
+class _Cancel:
+    first_call: int
+    last_call: int
+    iteration: int | None
+    """Where to rewind to; None: an inference call failed, which changes nothing."""
+
+
+@dataclass
+class _Model:
+    spec: ModelAddedEvent
+    buffers_from: tuple[int, int]
+    iterations: dict[int, _Iteration]
+    """The open iteration and those whose step is not done."""
+    iteration: int = 0
+    base_version: int = 0
+    """The oldest version that an asynchronous iteration may read: 0, or where the last failure left off."""
+    first_device: int = 0
+    num_microbatches: int = 0
+    """Micro-batches of the open iteration so far."""
+    wanted: list[int] = field(default_factory=list)
+    """Calls of the open iteration whose gradients wait for the step."""
+    steps: list[int] = field(default_factory=list)
+    """Steps issued and not done."""
+    versions: dict[int, list[int]] = field(default_factory=dict)
+    """Published versions of each unit that are still readable, ascending; the last is the newest."""
+    cancel: _Cancel | None = None
+    cancel_waits_for: set[str] = field(default_factory=set)
+
+    def version_read(self) -> int:
+        """The version that the open iteration reads (staleness 1 when asynchronous)."""
+        if not self.spec.asynchronous:
+            return self.iteration
+        return max(self.base_version, self.iteration - 1)
+
+
+class ControllerMachine:
+    """One for all models of a session.
+
+    Args:
+        workers: the workers' roles, in device order.
+        owner: name under which its own arena allocates.
+        check: validate all redundant state after every event (tests).
+    """
+
+    def __init__(self, workers: Sequence[str], owner: str = "controller.1", *, check: bool = False):
+        self.workers = tuple(workers)
+        self._owner = owner
+        self._check = check
+        self._models: dict[int, _Model] = {}
+        self._calls: dict[int, _Call] = {}
+        self._slots: dict[int, SlotTask] = {}
+        self._next_slot = 1
+        self._lifetimes = Lifetimes()
+        self._buffers: dict[Key, Payload] = {}
+        """Payloads of the buffers that are live."""
+        self._early_slabs: set[Key] = set()
+        """Slabs that the optimizer was done with before their slot's commit arrived."""
+        self._out: list[Instruction] = []
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            ModelAddedEvent: self._on_model_added,
+            ModelRemovedEvent: self._on_model_removed,
+            CallEvent: self._on_call,
+            StepEvent: self._on_step,
+            DiscardEvent: self._on_discard,
+            OutputTakenEvent: self._on_output_taken,
+            LossReadyMsg: self._on_loss,
+            DataReadyMsg: self._on_data,
+            SlotCommittedMsg: self._on_committed,
+            SlotFailedMsg: self._on_failed,
+            CancelledMsg: self._on_cancelled,
+            SlabDoneMsg: self._on_slab_done,
+            WeightsReadyMsg: self._on_weights,
+            StepDoneMsg: self._on_step_done,
+        }
+
+    def handle(self, *events: Any) -> list[Instruction]:
+        """Take events in, in order; returns what is to be done about them, in order."""
+        for event in events:
+            self._handlers[type(event)](event)
+            if self._check:
+                self.validate()
+        out, self._out = self._out, []
+        return out
+
+    def understands(self, message: Any) -> bool:
+        """Whether a peer's message is for this machine."""
+        return type(message) in self._handlers
+
+    # --- what the shell may ask
+
+    def iteration(self, model: int) -> int:
+        """The open iteration of a model."""
+        return self._models[model].iteration
+
+    def wanted_calls(self, model: int) -> tuple[int, ...]:
+        """Calls whose gradients wait for the next step."""
+        return tuple(self._models[model].wanted)
+
+    def unfinished_steps(self, model: int) -> tuple[int, ...]:
+        """Steps issued and not done."""
+        return tuple(self._models[model].steps)
+
+    def is_running(self, call: int) -> bool:
+        """Whether slots of a call are still open."""
+        return call in self._calls and bool(self._calls[call].open_slots)
+
+    def is_cancelling(self, model: int) -> bool:
+        """Whether a failure is being cleared away."""
+        return self._models[model].cancel is not None
+
+    def newest_weights(self, model: int) -> dict[int, Extent]:
+        """Where the newest published version of each unit lies."""
+        found = {}
+        for unit, versions in self._models[model].versions.items():
+            extents = self._lifetimes.extents(("weights", model, unit, versions[-1]))
+            assert extents is not None
+            found[unit] = extents[0]
+        return found
+
+    def newest_buffers(self, model: int) -> dict[int, Payload]:
+        """The buffers that the next forward would read, by position."""
+        state = self._models[model]
+        return {position: self._buffers["buffer", *state.buffers_from, position] for position, _ in state.spec.buffers}
+
+    # --- models
+
+    def _on_model_added(self, event: ModelAddedEvent) -> None:
+        start = (-event.model, 0)
+        self._models[event.model] = _Model(event, start, {0: _Iteration(start)})
+        self._on_weights(WeightsReadyMsg(event.model, 0, tuple(enumerate(event.master))))
+        for position, payload in event.buffers:
+            key: Key = ("buffer", *start, position)
+            self._lifetimes.hold(key, ("head", event.model))
+            self._lifetimes.hold(key, ("start", event.model, 0))
+            self._publish(key, payload.extents())
+            self._buffers[key] = payload
+            for worker in self.workers:
+                self._send(worker, DataReadyMsg(event.model, key, payload))
+
+    def _on_model_removed(self, event: ModelRemovedEvent) -> None:
+        model = self._models.pop(event.model)
+        for call in [number for number, call in self._calls.items() if call.event.model == event.model]:
+            for key in self._lifetimes.keys():
+                if key[0] != "weights" and key[1] == call:
+                    self._drop(key)
+            del self._calls[call]
+        for state in (model, *model.iterations.values()):
+            for position, _ in model.spec.buffers:
+                self._drop(("buffer", *state.buffers_from, position))
+        for role in (*self.workers, OPTIMIZER):
+            self._send(role, UnloadModelMsg(event.model))
+        for key in self._lifetimes.keys():
+            if key[:2] == ("weights", event.model):
+                self._lifetimes.drop(key)  # the optimizer frees its slabs when it unloads
+
+    # --- calls
+
+    def _on_call(self, event: CallEvent) -> None:
+        model = self._models[event.model]
+        assert model.cancel is None
+        tasks = self._plan(event, model)
+        self._calls[event.call] = _Call(event, model.iteration, set(tasks.slots))
+        self._send_call(event, model, tasks)
+        self._register(event, model, tasks)
+        model.first_device = (model.first_device + len(tasks.slots)) % len(self.workers)
+        if not event.inference:
+            model.iterations[model.iteration].calls.append(event.call)
+            model.wanted.append(event.call)
+            model.num_microbatches += len(event.inputs)
+
+    def _plan(self, event: CallEvent, model: _Model) -> CallTasks:
+        plan = plan_inference if event.inference else plan_call
+        tasks = plan(
+            event,
+            self.workers,
+            first_slot=self._next_slot,
+            first_device=model.first_device,
+            version=model.iteration if event.inference else model.version_read(),
+            grain=model.spec.grain,
+            buffered=frozenset(position for position, _ in model.spec.buffers),
+            buffers_from=model.buffers_from,
+        )
+        self._next_slot += len(tasks.slots)
+        return tasks
+
+    def _register(self, event: CallEvent, model: _Model, tasks: CallTasks) -> None:
+        for slot, task in tasks.slots.items():
+            self._slots[slot] = task
+            for key in tasks.reads[slot]:
+                self._lifetimes.hold(key, slot)
+            for position in range(*task.layers):
+                for unit in model.spec.layer_units[position]:
+                    self._lifetimes.hold(("weights", event.model, unit, task.version), slot)
+        for key in tasks.outputs:
+            self._lifetimes.hold(key, ("output", event.call))
+        if not event.inference:
+            self._move_head(event.model, model, (event.call, len(event.inputs) - 1))
+        for slot, start, stop in tasks.slabs:
+            for position in range(start, stop):
+                for unit in model.spec.layer_units[position]:
+                    if model.spec.units[unit].trainable:
+                        self._lifetimes.hold(("slab", event.call, slot, position, unit), OPTIMIZER)
+        for m, payload in enumerate(event.inputs):
+            self._publish(("act", event.call, m, 0), payload.extents())
+        for m, label in enumerate(event.labels):
+            if label is not None:
+                self._publish(("label", event.call, m), label.extents())
+
+    def _move_head(self, number: int, model: _Model, to: tuple[int, int]) -> None:
+        old, model.buffers_from = model.buffers_from, to
+        for position, _ in model.spec.buffers:
+            self._lifetimes.hold(("buffer", *to, position), ("head", number))
+            if old != to:
+                self._release(("head", number), ("buffer", *old, position))
+
+    def _send_call(self, event: CallEvent, model: _Model, tasks: CallTasks) -> None:
+        call = CallMsg(
+            call=event.call,
+            model=event.model,
+            iteration=model.iteration,
+            num_microbatches=len(event.inputs),
+            first_microbatch=model.num_microbatches,
+            coefficients=event.coefficients,
+            weights=event.weights,
+            scale=event.scale,
+            training=not event.inference,
+            has_labels=any(label is not None for label in event.labels),
+            wants_output=event.wants_output,
+            buffers_from=tasks.buffers_from,
+            context=event.context,
+        )
+        for worker in self.workers:
+            self._send(worker, call)
+        if tasks.slabs:
+            self._send(OPTIMIZER, ExpectSlabsMsg(event.model, model.iteration, event.call, tasks.slabs))
+        for m, payload in enumerate(event.inputs):
+            for role in tasks.input_readers[m]:
+                self._send(role, DataReadyMsg(event.model, ("act", event.call, m, 0), payload))
+        for m, label in enumerate(event.labels):
+            if label is not None:
+                self._send(tasks.label_readers[m], DataReadyMsg(event.model, ("label", event.call, m), label))
+        for slot, task in tasks.slots.items():
+            self._send(tasks.roles[slot], TaskMsg(task))
+
+    def _on_loss(self, msg: LossReadyMsg) -> None:
+        call = self._calls.get(msg.call)
+        if call is not None:
+            call.losses[msg.microbatch] = msg.loss
+            call.metrics[msg.microbatch] = msg.metrics
+
+    def _on_data(self, msg: DataReadyMsg) -> None:
+        if msg.key[0] == "buffer":
+            self._buffers[msg.key] = msg.payload
+            return
+        call = self._calls.get(msg.key[1])
+        if call is not None:
+            call.outputs[msg.key[2]] = msg.payload
+
+    def _on_committed(self, msg: SlotCommittedMsg) -> None:
+        task = self._slots.pop(msg.slot, None)
+        if task is None:
+            raise RuntimeError(f"{msg.role} committed slot {msg.slot}, which is not open")
+        for key, extents in msg.products:
+            self._publish(key, extents)
+        self._release(msg.slot)
+        for key in [key for key in self._early_slabs if key[2] == msg.slot]:
+            self._early_slabs.discard(key)
+            self._drop(key)
+        call = self._calls[task.call]
+        call.open_slots.discard(msg.slot)
+        if not call.open_slots:
+            self._finish_call(task.call, call)
+
+    def _finish_call(self, number: int, call: _Call) -> None:
+        count = len(call.event.inputs)
+        self._out.append(
+            FinishCall(
+                number,
+                _combined_loss(call),
+                tuple(call.losses.get(m, 0.0) for m in range(count)),
+                tuple(call.metrics.get(m, {}) for m in range(count)),
+                call.event.weights,
+                call.event.scale,
+                tuple(call.outputs[m] for m in sorted(call.outputs)),
+            )
+        )
+        if call.event.inference and not call.event.wants_output:
+            del self._calls[number]
+
+    def _on_output_taken(self, event: OutputTakenEvent) -> None:
+        self._calls.pop(event.call, None)
+        self._release(("output", event.call))
+
+    # --- steps
+
+    def _on_step(self, event: StepEvent) -> None:
+        model = self._models[event.model]
+        assert model.wanted and model.cancel is None
+        step = model.iteration
+        self._send(OPTIMIZER, StepMsg(event.model, step, tuple(model.wanted), event.groups, event.max_grad_norm))
+        model.steps.append(step)
+        model.wanted = []
+        model.num_microbatches = 0
+        model.iteration += 1
+        model.iterations[model.iteration] = _Iteration(model.buffers_from)
+        for position, _ in model.spec.buffers:
+            key: Key = ("buffer", *model.buffers_from, position)
+            self._lifetimes.hold(key, ("start", event.model, model.iteration))
+        for unit in model.versions:
+            self._retire_versions(event.model, model, unit)
+
+    def _on_discard(self, event: DiscardEvent) -> None:
+        model = self._models[event.model]
+        self._send(OPTIMIZER, DiscardMsg(event.model, tuple(model.wanted)))
+        model.wanted = []
+
+    def _on_weights(self, msg: WeightsReadyMsg) -> None:
+        model = self._models.get(msg.model)
+        if model is None:
+            return
+        for unit, extent in msg.units:
+            if msg.version in model.versions.get(unit, ()):
+                continue  # version 0 was known from loading
+            key: Key = ("weights", msg.model, unit, msg.version)
+            self._lifetimes.hold(key, ("readable", msg.model))
+            self._publish(key, (extent,))
+            model.versions.setdefault(unit, []).append(msg.version)
+            self._retire_versions(msg.model, model, unit)
+
+    def _retire_versions(self, number: int, model: _Model, unit: int) -> None:
+        """Let go of versions that are not the newest and that neither the open nor a later iteration reads."""
+        versions = model.versions[unit]
+        while len(versions) > 1 and versions[0] < model.version_read():
+            self._release(("readable", number), ("weights", number, unit, versions.pop(0)))
+
+    def _on_slab_done(self, msg: SlabDoneMsg) -> None:
+        for slab in msg.slabs:
+            key: Key = ("slab", *slab)
+            if slab[1] in self._slots:
+                self._early_slabs.add(key)
+            else:
+                self._drop(key)  # without extents where nothing there got a gradient
+
+    def _on_step_done(self, msg: StepDoneMsg) -> None:
+        model = self._models.get(msg.model)
+        if model is None:
+            return
+        model.steps.remove(msg.step)
+        self._release(("start", msg.model, msg.step))
+        for call in model.iterations.pop(msg.step).calls:
+            self._calls.pop(call, None)
+        self._out.append(FinishStep(msg.model, msg))
+
+    # --- failures
+
+    def _on_failed(self, msg: SlotFailedMsg) -> None:
+        call = self._calls.get(msg.call)
+        if call is None or self._models[call.event.model].cancel is not None:
+            return
+        number = call.event.model
+        model = self._models[number]
+        first, last, iteration = msg.call, msg.call, None
+        if not call.event.inference:
+            iteration = call.iteration
+            first = model.iterations[iteration].calls[0]
+            last = max(self._calls)
+        calls = tuple(c for c in self._calls if first <= c <= last and self._calls[c].event.model == number)
+        steps = () if iteration is None else tuple(step for step in model.steps if step >= iteration)
+        model.cancel = _Cancel(first, last, iteration)
+        model.cancel_waits_for = {*self.workers, OPTIMIZER}
+        self._out.append(ReportFailure(number, msg.call, len(call.event.inputs), msg.error, calls, steps))
+        for role in (*self.workers, OPTIMIZER):
+            self._send(role, CancelMsg(number, first, last))
+
+    def _on_cancelled(self, msg: CancelledMsg) -> None:
+        model = self._models[msg.model]
+        model.cancel_waits_for.discard(msg.role)
+        self._free(msg.extents)
+        if model.cancel is not None and not model.cancel_waits_for:
+            self._clear_cancelled(msg.model, model, model.cancel)
+
+    def _clear_cancelled(self, number: int, model: _Model, cancel: _Cancel) -> None:
+        gone = range(cancel.first_call, cancel.last_call + 1)
+        for slot in [slot for slot, task in self._slots.items() if task.model == number and task.call in gone]:
+            del self._slots[slot]
+            self._release(slot)
+        if cancel.iteration is not None:
+            self._rewind(number, model, cancel.iteration)
+        calls = [c for c, call in self._calls.items() if call.event.model == number and c in gone]
+        for key in self._lifetimes.keys():
+            if key[0] != "weights" and key[1] in calls:
+                self._drop(key)
+        for call in calls:
+            del self._calls[call]
+        self._early_slabs = {key for key in self._early_slabs if key[1] not in calls}
+        model.cancel = None
+        self._out.append(FinishCancel(number, model.iteration))
+
+    def _rewind(self, number: int, model: _Model, iteration: int) -> None:
+        """Counters and buffers as after step `iteration - 1`."""
+        start = model.iterations[iteration].buffers_from
+        self._move_head(number, model, start)
+        for later in [t for t in model.iterations if t > iteration]:
+            del model.iterations[later]
+            self._release(("start", number, later))
+        model.iterations[iteration] = _Iteration(start)
+        model.steps = [step for step in model.steps if step < iteration]
+        model.wanted = []
+        model.num_microbatches = 0
+        model.iteration = iteration
+        model.base_version = iteration
+        for unit in model.versions:
+            self._retire_versions(number, model, unit)
+
+    # --- plumbing
+
+    def _send(self, role: str, msg: Any) -> None:
+        self._out.append(Send(role, msg))
+
+    def _publish(self, key: Key, extents: Iterable[Extent]) -> None:
+        self._free(self._lifetimes.publish(key, extents))
+
+    def _release(self, reader: Any, key: Key | None = None) -> None:
+        self._free(self._lifetimes.release(reader, key))
+        self._forget_buffers()
+
+    def _drop(self, key: Key) -> None:
+        self._free(self._lifetimes.drop(key))
+        self._forget_buffers()
+
+    def _forget_buffers(self) -> None:
+        for key in [key for key in self._buffers if not self._lifetimes.is_live(key)]:
+            del self._buffers[key]
+
+    def _free(self, extents: Iterable[Extent]) -> None:
+        by_owner: dict[str, list[Extent]] = {}
+        for extent in extents:
+            by_owner.setdefault(extent.owner, []).append(extent)
+        for owner, freed in by_owner.items():
+            if owner == self._owner:
+                self._out.append(FreeOwn(tuple(freed)))
+            else:
+                self._send(owner.rpartition(".")[0], FreeMsg(tuple(freed)))
+
+    def validate(self) -> None:
+        """Re-derive the redundant state (tests)."""
+        self._lifetimes.validate()
+        for slot, task in self._slots.items():
+            assert slot in self._calls[task.call].open_slots
+        for number, call in self._calls.items():
+            assert all(self._slots[slot].call == number for slot in call.open_slots)
+        for number, model in self._models.items():
+            held = {key for key in self._lifetimes.reads(("readable", number))}
+            assert held == {("weights", number, u, v) for u, versions in model.versions.items() for v in versions}
+
+    def live_extents(self) -> set[Extent]:
+        """Every extent that something names."""
+        return self._lifetimes.live_extents()
+
+
+def _combined_loss(call: _Call) -> float:
+    """The fp32 sum, in order, of the weighted losses (API.md "Numbers")."""
+    total = 0.0
+    for m in sorted(call.losses):
+        if call.event.weights[m] != 0:
+            numerator, denominator = call.event.coefficients[m]
+            loss = call.losses[m]
+            term = loss if numerator == 1 else float32(loss * numerator)
+            total = float32(total + float32(term / denominator))
+    return total

@@ -1,0 +1,118 @@
+"""The script's end of an exception that was raised in another process."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import traceback
+from dataclasses import dataclass
+from types import TracebackType
+
+from rpruntime.errors import RoundPipeError
+from rpruntime.wire.messages import ErrorInfo
+
+_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+@dataclass(frozen=True)
+class ErrorContext:
+    """Where a user's exception came from: `err.rp_context`.
+
+    `layer` is None where no single layer is to blame; `micro_batch` counts from 0.
+    """
+
+    phase: str
+    layer: int | None
+    layer_name: str
+    micro_batch: int | None
+    num_microbatches: int
+    step: int
+    device: str
+    log_file: str
+    worker_traceback: str
+    worker_frames: tuple[tuple[str, int, str, str], ...]
+
+    def line(self) -> str:
+        """The context in one line."""
+        parts = []
+        if self.layer is not None:
+            parts.append(f"layer {self.layer} {self.layer_name}")
+        parts.append(self.phase)
+        if self.micro_batch is not None:
+            parts.append(f"micro-batch {self.micro_batch + 1}/{self.num_microbatches}")
+        parts.append(f"step {self.step}")
+        if self.device:
+            parts.append(self.device)
+        return ", ".join(parts)
+
+
+def rebuild(info: ErrorInfo, num_microbatches: int, step: int) -> BaseException:
+    """The exception of an `ErrorInfo`, of its own type where that is possible at all, with `rp_context`."""
+    err = _unpickled(info)
+    context = ErrorContext(
+        phase=info.phase,
+        layer=None if info.layer < 0 else info.layer,
+        layer_name=info.layer_name,
+        micro_batch=None if info.microbatch < 0 else info.microbatch,
+        num_microbatches=num_microbatches,
+        step=step,
+        device=info.device,
+        log_file=info.log_file,
+        worker_traceback=info.traceback,
+        worker_frames=info.frames,
+    )
+    err.rp_context = context  # type: ignore[attr-defined]
+    return err
+
+
+def _unpickled(info: ErrorInfo) -> BaseException:
+    try:
+        found = pickle.loads(info.pickled)
+    except Exception:
+        found = None
+    if isinstance(found, type) and issubclass(found, BaseException):
+        err = found.__new__(found)
+        err.args = (info.text,)
+        return err
+    if isinstance(found, BaseException):
+        return found
+    return RoundPipeError(f"{info.type_name}: {info.text}")
+
+
+def format_error(err: BaseException, frames: TracebackType | None, *, debug: bool = False) -> str:
+    """What the terminal shows: the script's lines, the worker's lines, the error, the context last."""
+    context: ErrorContext = err.rp_context  # type: ignore[attr-defined]
+    lines = []
+    for frame in traceback.extract_tb(frames):
+        if debug or not os.path.abspath(frame.filename).startswith(_OURS):
+            lines.append(_frame(frame.filename, frame.lineno or 0, frame.name, frame.line or ""))
+    for filename, number, function, source in context.worker_frames:
+        lines.append(_frame(filename, number, function, source) + f"   [{context.device}]")
+    if debug:
+        lines.append(context.worker_traceback.rstrip())
+    lines.append(traceback.format_exception_only(type(err), err)[-1].rstrip())
+    hint = f" | log {context.log_file}" if context.log_file else ""
+    lines.append(f"  {context.line()} | this iteration's gradients dropped, run usable{hint}")
+    return "\n".join(lines)
+
+
+def _frame(filename: str, number: int, function: str, source: str) -> str:
+    place = f"{os.path.relpath(filename) if filename.startswith(os.getcwd() + os.sep) else filename}:{number}"
+    return f"  {place}   {'' if function == '<module>' else f'in {function}: '}{source}"
+
+
+def install_excepthook() -> None:
+    """Show exceptions with an `rp_context` in the short form; everything else goes where it went before."""
+    if getattr(sys.excepthook, "_rpruntime", False):
+        return
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], err: BaseException, frames: TracebackType | None) -> None:
+        if not hasattr(err, "rp_context"):
+            before(kind, err, frames)
+            return
+        print(format_error(err, frames, debug=os.environ.get("RPRUNTIME_DEBUG") == "1"), file=sys.stderr)
+
+    hook._rpruntime = True  # type: ignore[attr-defined]
+    sys.excepthook = hook

@@ -1,0 +1,112 @@
+"""`devices="inline"`: the same machines in the script's own process, for debuggers, hooks and prints.
+
+Messages are handed over directly, memory is private, there is no child and no thread. A call has completed before it
+returns; staleness arithmetic and numbers are those of a session with processes.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rpruntime.optimizer.shell import OptimizerShell
+from rpruntime.store.arena import Arena, Store
+from rpruntime.store.segments import PrivateSegments
+from rpruntime.worker.shell import WorkerShell
+from rpruntime.worker.transfers import CpuTransfers, CudaTransfers, DelayedTransfers, Transfers
+
+CONTROLLER = "controller"
+
+
+class _Post:
+    """A mailbox that is a list in this process."""
+
+    def __init__(self, role: str, hub: dict[str, deque[Any]]) -> None:
+        self.role = role
+        self._hub = hub
+        hub[role] = deque()
+
+    def send(self, role: str, msg: Any) -> None:
+        if role in self._hub:
+            self._hub[role].append(msg)
+
+    def receive(self, timeout_s: float = 0.0) -> list[Any]:
+        messages = list(self._hub[self.role])
+        self._hub[self.role].clear()
+        return messages
+
+    def close(self) -> None:
+        self._hub.pop(self.role, None)
+
+
+class InlineSession:
+    """A session without processes. `config["workers"]` (tests) sets the number of workers, 1 by default;
+    `config["delayed_copies"]` (tests) makes copies late and out of order, with that seed."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.name = str(config.get("name") or "inline")
+        self.config = config
+        self.closed = False
+        self.folder: Path | None = None
+        self.segments = PrivateSegments()
+        self.under_rplaunch = False
+        self.backlog: list[Any] = []
+        count = int(config.get("workers", 1))
+        self.worker_roles = tuple(f"worker-{index}" for index in range(count))
+        self.devices = ("cuda:0" if torch.cuda.is_available() else "cpu:0",)
+        self.ready: dict[str, dict[str, Any]] = {role: {} for role in (*self.worker_roles, "optimizer")}
+        hub: dict[str, deque[Any]] = {}
+        self.post = _Post(CONTROLLER, hub)
+        optimizer = _Post("optimizer", hub)
+        self._optimizer = (optimizer, OptimizerShell(optimizer, self._arena("optimizer.1"), self.worker_roles))
+        self._workers = []
+        for index, role in enumerate(self.worker_roles):
+            post = _Post(role, hub)
+            shell = WorkerShell(post, self._arena(f"{role}.1"), self._transfers(index), self.worker_roles, self.devices[0])
+            self._workers.append((post, shell))
+
+    def _arena(self, owner: str) -> Arena:
+        return Arena(owner, self.segments, Store(self.segments))
+
+    def _transfers(self, index: int) -> Transfers:
+        if self.devices[0].startswith("cuda"):
+            return CudaTransfers()
+        if self.config.get("delayed_copies") is not None:
+            return DelayedTransfers(time.perf_counter, seed=int(self.config["delayed_copies"]) + index)
+        return CpuTransfers(time.perf_counter)
+
+    def wait_ready(self, progress: Any = None) -> None:
+        """Everything is here at once."""
+
+    def launcher_alive(self) -> bool:
+        """There is none to lose."""
+        return True
+
+    def drive(self) -> bool:
+        """Let every role do one thing; False: nobody had anything to do. The script's random state is put back."""
+        state = torch.get_rng_state(), random.getstate()
+        busy = False
+        try:
+            for post, shell in (self._optimizer, *self._workers):
+                messages = post.receive()
+                busy = shell.step(messages) or bool(messages) or busy
+            return busy or any(shell.is_waiting_for_copies for _, shell in self._workers)
+        finally:
+            torch.set_rng_state(state[0])
+            random.setstate(state[1])
+
+    def close(self) -> None:
+        """Drop everything."""
+        self.closed = True
+        self.post.close()
+
+    def __enter__(self) -> InlineSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,272 @@
+"""Bringing a model into a session: code objects to the roles, weights into the slabs, the memory plan before all."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rpruntime.client import Client
+from rpruntime.errors import ConfigError
+from rpruntime.layout import ModelLayout
+from rpruntime.optimizer.units import revive_optimizer
+from rpruntime.store.arena import view
+from rpruntime.store.handle import Extent, Payload, TensorHandle
+from rpruntime.store.layout import gradient_layout, optimizer_dtype, optimizer_layout
+from rpruntime.store.limits import check_host_memory, gib, read_host_memory
+from rpruntime.store.values import take_apart, why_not_picklable
+from rpruntime.wire.codec import pack_struct
+from rpruntime.wire.messages import (
+    CodeObject,
+    LayerSpec,
+    LoadModelMsg,
+    ModelAllocatedMsg,
+    ModelFilledMsg,
+    ModelReadyMsg,
+    ModelSpec,
+    RoleFailedMsg,
+)
+
+_NOT_STATE = ("step", "profile_hook_step")
+"""Instance attributes of an optimizer that are patches of ours, torch's or a scheduler's."""
+
+
+def put_bytes(client: Client, data: bytes) -> TensorHandle:
+    """Copy bytes into the controller's arena."""
+    handle = client.arena.allocate_tensor((len(data),), torch.uint8)
+    if data:
+        client.store.tensor(handle).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return handle
+
+
+def put_tensor(client: Client, tensor: torch.Tensor) -> TensorHandle:
+    """Copy a tensor into the controller's arena."""
+    handle = client.arena.allocate_tensor(tuple(tensor.shape), tensor.dtype)
+    client.store.tensor(handle).copy_(tensor.detach())
+    return handle
+
+
+class ModelPackage:
+    """A model in the form in which it travels; its code objects lie in the controller's arena until `free`.
+
+    Raises:
+        ConfigError: something cannot be pickled; names the attribute.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        layout: ModelLayout,
+        optimizer: torch.optim.Optimizer | None,
+        loss_fn: Callable[..., Any] | None,
+        **settings: Any,
+    ) -> None:
+        self._client = client
+        self._places = layout.place_of()
+        self._handles: list[TensorHandle] = []
+        layers = []
+        for position, layer in enumerate(layout.layers):
+            buffers = {id(b): name for name, b in layer.named_buffers(remove_duplicate=False)}
+            layers.append(
+                LayerSpec(
+                    name=layout.names[position],
+                    class_name=type(layer).__name__,
+                    module=self._code(layer, f"model[{position}]", buffers),
+                    units=tuple(layout.layer_units[position]),
+                    buffers=any(module._buffers for module in layer.modules()),
+                )
+            )
+        loss = None if loss_fn is None else self._code(loss_fn, "loss_fn", {})
+        if loss is not None and any(entry[0] == "param" for entry in loss.tensors):
+            raise ConfigError("loss_fn uses a parameter of the model: make it part of the last layer, where it gets a gradient")
+        optim = None
+        if optimizer is not None:
+            optim = self._code((type(optimizer), optimizer_attributes(optimizer)), "optimizer", {})
+        self.spec = ModelSpec(
+            layers=tuple(layers),
+            units=tuple(layout.units),
+            loss_fn=loss,
+            optimizer=optim,
+            python_path=tuple(sys.path),
+            **settings,
+        )
+        self.handle = self._keep(put_bytes(client, pack_struct(self.spec)))
+
+    def _code(self, value: Any, name: str, buffers: dict[int, str]) -> CodeObject:
+        try:
+            skeleton, tensors = take_apart(value)
+        except Exception as err:
+            raise ConfigError(
+                f"{why_not_picklable(value, name)}; it has to travel to the worker processes: create it inside forward, "
+                "or give its class __getstate__ and __setstate__"
+            ) from err
+        entries: list[tuple[Any, ...]] = []
+        for tensor in tensors:
+            if id(tensor) in self._places:
+                entries.append(("param", *self._places[id(tensor)]))
+            elif id(tensor) in buffers:
+                entries.append(("buffer", buffers[id(tensor)]))
+            else:
+                entries.append(("constant", self._keep(put_tensor(self._client, tensor))))
+        return CodeObject(self._keep(put_bytes(self._client, skeleton)), tuple(entries))
+
+    def _keep(self, handle: TensorHandle) -> TensorHandle:
+        self._handles.append(handle)
+        return handle
+
+    def free(self) -> None:
+        """Give the arena's room back, once every role has built its part."""
+        for handle in self._handles:
+            self._client.arena.free(handle.extent)
+        self._handles.clear()
+
+
+def optimizer_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The instance's attributes, without patches; what `revive_optimizer` takes."""
+    return {name: value for name, value in optimizer.__dict__.items() if name not in _NOT_STATE}
+
+
+def state_tensors_per_parameter(optimizer: torch.optim.Optimizer) -> int:
+    """How many tensors of a parameter's size the optimizer keeps for it (2 for Adam), by trying it on a small one."""
+    attributes = dict(optimizer_attributes(optimizer))
+    probe = nn.Parameter(torch.zeros(6, 5))
+    probe.grad = torch.zeros(6, 5)
+    group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    attributes["param_groups"] = [{**group, "params": [probe]}]
+    attributes["state"] = defaultdict(dict)
+    try:
+        revived = revive_optimizer(type(optimizer), attributes)
+        revived.step()
+    except Exception:
+        return 2  # an optimizer that cannot be tried out is planned like Adam
+    return sum(1 for v in revived.state[probe].values() if isinstance(v, torch.Tensor) and v.numel() == probe.numel())
+
+
+def host_bytes(layout: ModelLayout, states: int) -> int:
+    """Host memory that training needs, boundary activations aside: master copy and its spare, fp32 copy, optimizer
+    state, gradients in flight."""
+    master = sum(unit.nbytes for unit in layout.units)
+    trainable = [unit for unit in layout.units if unit.trainable]
+    fp32 = sum(optimizer_layout(unit)[1] for unit in trainable)
+    return master + sum(u.nbytes for u in trainable) + fp32 * (1 + states) + sum(gradient_layout(u)[1] for u in trainable)
+
+
+class Loader:
+    """Loads one model: `begin` and `run`, with a line for people."""
+
+    def __init__(self, client: Client, layout: ModelLayout, quiet: bool) -> None:
+        self._client = client
+        self._layout = layout
+        self._quiet = quiet
+        self._allocated: ModelAllocatedMsg | None = None
+        self._ready: set[str] = set()
+        self._failure: RoleFailedMsg | None = None
+
+    def on_message(self, msg: Any) -> None:
+        """A message about this model while it is loading."""
+        if isinstance(msg, ModelAllocatedMsg):
+            self._allocated = msg
+        elif isinstance(msg, ModelReadyMsg):
+            self._ready.add(msg.role)
+        elif isinstance(msg, RoleFailedMsg):
+            self._failure = self._failure or msg
+
+    def check_memory(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Raises HostMemoryError, with the machine's figures, before anything is allocated."""
+        need = host_bytes(self._layout, 0 if optimizer is None else state_tensors_per_parameter(optimizer))
+        override = self._client.session.config.get("host_memory")
+        memory = read_host_memory()
+        check_host_memory(need, memory, override_gib=override, what="the model")
+        count = sum(parameter.numel() for parameter in self._layout.parameters.values())
+        kinds = dict.fromkeys(param.dtype for unit in self._layout.units for param in unit.params)
+        self._say(
+            f"model    {_count(count)} parameters, {len(self._layout.layers)} layers, {', '.join(kinds) or 'no weights'} | "
+            f"needs host {gib(need)} of {gib(memory.available(override)[0])}"
+        )
+
+    def run(self, package: ModelPackage) -> ModelAllocatedMsg:
+        """Send the package, write the weights, wait for everybody. Returns where the weights lie."""
+        client, model = self._client, package.spec.model
+        roles = (*client.session.worker_roles, "optimizer")
+        for role in roles:
+            client.send(role, LoadModelMsg(model, package.handle))
+        self._await(lambda: self._allocated is not None, "the optimizer's slabs", "reserving memory")
+        assert self._allocated is not None
+        self._write(self._allocated)
+        client.send("optimizer", ModelFilledMsg(model))
+        self._await(lambda: self._ready >= set(roles), "the model in every process", "loading")
+        return self._allocated
+
+    def _await(self, ready: Callable[[], bool], what: str, doing: str) -> None:
+        began = time.monotonic()
+        told = began
+        while not self._client.wait(lambda: ready() or self._failure is not None, what, timeout_s=1.0):
+            if time.monotonic() - told > 1.9:
+                told = time.monotonic()
+                self._say(f"         {doing} ... {told - began:.0f} s")
+        if self._failure is not None:
+            raise_role_failure(self._failure)
+
+    def _write(self, allocated: ModelAllocatedMsg) -> None:
+        """The initial weights, cast into the master copy and widened into the optimizer copy."""
+        store = self._client.store
+        began = told = time.monotonic()
+        with torch.no_grad():
+            for (unit, index), parameter in self._layout.parameters.items():
+                spec = self._layout.units[unit].params[index]
+                master = store.bytes_of(allocated.master[unit])
+                view(master, spec.offset, spec.shape, spec.dtype).copy_(parameter)
+                extent = allocated.optim[unit]
+                if extent is not None:
+                    offset = optimizer_layout(self._layout.units[unit])[0][index]
+                    wide = optimizer_dtype(spec.dtype)
+                    view(store.bytes_of(extent), offset, spec.shape, wide).copy_(parameter)
+                if time.monotonic() - told > 1.9:
+                    told = time.monotonic()
+                    self._say(f"         writing weights, {spec.name} ... {told - began:.0f} s")
+
+    def _say(self, line: str) -> None:
+        if not self._quiet:
+            print(line, file=sys.stderr, flush=True)
+
+
+def raise_role_failure(msg: RoleFailedMsg) -> None:
+    """Raise the exception that a worker or the optimizer reported outside a slot."""
+    from rpruntime.failures import rebuild
+
+    raise rebuild(msg.error, 0, 0)
+
+
+def point_parameters(client: Client, layout: ModelLayout, weights: dict[int, Extent]) -> None:
+    """Make the script's parameters live views of these slabs, in the model's dtype."""
+    for (unit, index), parameter in layout.parameters.items():
+        spec = layout.units[unit].params[index]
+        parameter.data = view(client.store.bytes_of(weights[unit]), spec.offset, spec.shape, spec.dtype)
+
+
+def initial_buffers(client: Client, layout: ModelLayout) -> tuple[tuple[int, Payload], ...]:
+    """(position, payload) of the layers with registered buffers; None buffers stay None."""
+    found = []
+    for position, layer in enumerate(layout.layers):
+        names = {
+            (f"{prefix}.{local}" if prefix else local): buffer
+            for prefix, module in layer.named_modules()
+            for local, buffer in module._buffers.items()
+        }
+        if names:
+            skeleton, tensors = take_apart({n: None if b is None else b.detach() for n, b in names.items()})
+            handles = tuple(put_tensor(client, tensor) for tensor in tensors)
+            found.append((position, Payload(skeleton, handles, (False,) * len(handles))))
+    return tuple(found)
+
+
+def _count(number: int) -> str:
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.2f}{letter}"
+    return str(number)

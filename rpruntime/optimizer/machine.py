@@ -1,0 +1,459 @@
+"""The optimizer's brain: in which order gradients are added, when a step may run, what is published.
+
+No sockets, clock, torch or threads. Gradients are added in (call, first micro-batch, deepest position first) order
+whatever order they arrive in; slot numbers ascend in that order. A step runs when every gradient of its iteration is in,
+so a call that fails has moved nothing. P_cp follows each unit's step at once, into a fresh slab.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rpruntime.store.handle import Extent
+from rpruntime.wire.messages import (
+    CancelledMsg,
+    CancelMsg,
+    DiscardMsg,
+    ExpectSlabsMsg,
+    FreeMsg,
+    ModelSpec,
+    ModelFilledMsg,
+    ReadStateMsg,
+    SlabDoneMsg,
+    SlabPart,
+    SlabReadyMsg,
+    StepDoneMsg,
+    StepMsg,
+    UnloadModelMsg,
+    WeightsReadyMsg,
+)
+
+CONTROLLER = "controller"
+ROLE = "optimizer"
+
+SlabId = tuple[int, int, int, int]
+"""(call, slot, position, unit)"""
+
+
+# --- from the shell
+
+
+@dataclass(frozen=True)
+class NormEvent:
+    """The global norm of a step's gradients."""
+
+    model: int
+    step: int
+    norm: float
+
+
+@dataclass(frozen=True)
+class UnitSteppedEvent:
+    """A unit has been stepped and its new master copy lies in `extent` (the old one: nothing changed)."""
+
+    model: int
+    step: int
+    unit: int
+    extent: Extent
+
+
+@dataclass(frozen=True)
+class ModelFilledEvent:
+    """The initial weights lie in these extents, one a unit."""
+
+    model: int
+    master: tuple[Extent, ...]
+
+
+# --- to the shell
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send a message to a role."""
+
+    role: str
+    msg: Any
+
+
+@dataclass(frozen=True)
+class BuildModel:
+    """Allocate a model's slabs and build its optimizer."""
+
+    msg: ModelSpec
+
+
+@dataclass(frozen=True)
+class FillModel:
+    """The controller has written the initial weights."""
+
+    model: int
+
+
+@dataclass(frozen=True)
+class ForgetModel:
+    """Free everything of a model."""
+
+    model: int
+
+
+@dataclass(frozen=True)
+class AddSlab:
+    """Add a gradient slab to the unit's fp32 sum of an iteration (G_cp)."""
+
+    model: int
+    iteration: int
+    part: SlabPart
+
+
+@dataclass(frozen=True)
+class DropSums:
+    """Forget the sums of an iteration."""
+
+    model: int
+    iteration: int
+
+
+@dataclass(frozen=True)
+class MeasureNorm:
+    """Measure the global gradient norm. `only[unit]` is the unit's only slab; other units have a sum."""
+
+    model: int
+    iteration: int
+    only: dict[int, SlabPart]
+
+
+@dataclass(frozen=True)
+class StepUnit:
+    """Step one unit and write its new master copy. `only`: its only slab; None: take the sum, if there is one."""
+
+    model: int
+    step: int
+    unit: int
+    only: SlabPart | None
+    groups: tuple[dict[str, Any], ...]
+    gradient_factor: float
+
+
+@dataclass(frozen=True)
+class ReadState:
+    """Answer a `ReadStateMsg`. `only` as in `MeasureNorm`, for "gradients"."""
+
+    msg: ReadStateMsg
+    iteration: int
+    only: dict[int, SlabPart]
+
+
+@dataclass(frozen=True)
+class StartClock:
+    """A step begins."""
+
+    model: int
+    step: int
+
+
+@dataclass(frozen=True)
+class FinishStep:
+    """Send the `StepDoneMsg`, with the seconds since `StartClock`."""
+
+    msg: StepDoneMsg
+
+
+@dataclass(frozen=True)
+class FreeOwn:
+    """Free extents of the optimizer's arena."""
+
+    extents: tuple[Extent, ...]
+
+
+Instruction = (
+    Send | BuildModel | FillModel | ForgetModel | AddSlab | DropSums | MeasureNorm | StepUnit | ReadState | StartClock
+    | FinishStep | FreeOwn
+)  # fmt: skip
+
+
+@dataclass
+class _Sum:
+    """One unit's gradients in one iteration."""
+
+    order: deque[SlabId] = field(default_factory=deque)
+    """Slabs still to be added, in order."""
+    arrived: dict[SlabId, SlabPart | None] = field(default_factory=dict)
+    """Those of them that are here; None: the position got no gradient there."""
+    only: tuple[SlabId, SlabPart] | None = None
+    """The first slab, kept as it is until a second one comes."""
+    summed: bool = False
+    """Whether the shell holds a sum."""
+
+
+@dataclass
+class _Model:
+    spec: ModelSpec
+    sums: dict[tuple[int, int], _Sum] = field(default_factory=dict)
+    """(iteration, unit) -> its sum."""
+    calls: dict[int, int] = field(default_factory=dict)
+    """Call -> iteration, for calls whose gradients are wanted."""
+    waiting: dict[int, int] = field(default_factory=dict)
+    """Call -> positions whose gradients have not come."""
+    unwanted: dict[int, int] = field(default_factory=dict)
+    """Discarded call -> positions whose gradients have not come."""
+    steps: deque[StepMsg] = field(default_factory=deque)
+    running: StepMsg | None = None
+    to_step: set[int] = field(default_factory=set)
+    """Units that the running step has not published."""
+    master: dict[int, Extent] = field(default_factory=dict)
+    reads: list[ReadStateMsg] = field(default_factory=list)
+    early: list[SlabReadyMsg] = field(default_factory=list)
+    """Gradients that overtook the message announcing them."""
+    norm: float = float("nan")
+
+
+class OptimizerMachine:
+    """One for all models of a session. `workers`: roles that want to know of new weights."""
+
+    def __init__(self, workers: tuple[str, ...]) -> None:
+        self._workers = workers
+        self._models: dict[int, _Model] = {}
+        self._newest_call = 0
+        self._out: list[Instruction] = []
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            ModelSpec: self._on_load,
+            UnloadModelMsg: self._on_unload,
+            ModelFilledMsg: lambda msg: self._out.append(FillModel(msg.model)),
+            ModelFilledEvent: self._on_filled,
+            ExpectSlabsMsg: self._on_expect,
+            SlabReadyMsg: self._on_slab,
+            StepMsg: self._on_step,
+            DiscardMsg: self._on_discard,
+            CancelMsg: self._on_cancel,
+            ReadStateMsg: self._on_read,
+            FreeMsg: lambda msg: self._out.append(FreeOwn(msg.extents)),
+            NormEvent: self._on_norm,
+            UnitSteppedEvent: self._on_unit_stepped,
+        }
+
+    def handle(self, *events: Any) -> list[Instruction]:
+        """Take messages and events in, in order; returns what is to be done, in order."""
+        for event in events:
+            self._handlers[type(event)](event)
+        out, self._out = self._out, []
+        return out
+
+    def understands(self, message: Any) -> bool:
+        """Whether a peer's message is for this machine."""
+        return type(message) in self._handlers
+
+    # --- models
+
+    def _on_load(self, msg: ModelSpec) -> None:
+        self._models[msg.model] = _Model(msg)
+        self._out.append(BuildModel(msg))
+
+    def _on_unload(self, msg: UnloadModelMsg) -> None:
+        self._models.pop(msg.model, None)
+        self._out.append(ForgetModel(msg.model))
+
+    def _on_filled(self, event: ModelFilledEvent) -> None:
+        model = self._models[event.model]
+        model.master = dict(enumerate(event.master))
+        self._publish(event.model, 0, tuple(model.master.items()))
+
+    def _publish(self, model: int, version: int, units: tuple[tuple[int, Extent], ...]) -> None:
+        for start in range(0, len(units), 1000):  # keeps the message under its limit
+            msg = WeightsReadyMsg(model, version, units[start : start + 1000])
+            for role in (*self._workers, CONTROLLER):
+                self._send(role, msg)
+
+    # --- gradients
+
+    def _on_expect(self, msg: ExpectSlabsMsg) -> None:
+        model = self._models[msg.model]
+        self._newest_call = max(self._newest_call, msg.call)
+        model.calls[msg.call] = msg.iteration
+        model.waiting[msg.call] = sum(stop - start for _, start, stop in msg.slots)
+        for slot, start, stop in msg.slots:
+            for position in reversed(range(start, stop)):
+                for unit in self._trainable(model, position):
+                    total = model.sums.setdefault((msg.iteration, unit), _Sum())
+                    total.order.append((msg.call, slot, position, unit))
+        early, model.early = model.early, []
+        for slab in early:
+            self._on_slab(slab)
+
+    def _trainable(self, model: _Model, position: int) -> list[int]:
+        return [unit for unit in model.spec.layers[position].units if model.spec.units[unit].trainable]
+
+    def _on_slab(self, msg: SlabReadyMsg) -> None:
+        model = self._models.get(msg.model)
+        if model is None:
+            return
+        slabs = [(msg.call, msg.slot, msg.position, unit) for unit in self._trainable(model, msg.position)]
+        if msg.call in model.unwanted:
+            model.unwanted[msg.call] -= 1
+            if not model.unwanted[msg.call]:
+                del model.unwanted[msg.call]
+            self._done(slabs)
+            return
+        iteration = model.calls.get(msg.call)
+        if iteration is None:
+            if msg.call > self._newest_call:
+                model.early.append(msg)
+            return
+        parts = {part.unit: part for part in msg.parts}
+        for slab in slabs:
+            total = model.sums[iteration, slab[3]]
+            total.arrived[slab] = parts.get(slab[3])
+            self._add_what_is_next(msg.model, iteration, total)
+        model.waiting[msg.call] -= 1
+        self._start_step(msg.model, model)
+        self._answer_reads(msg.model, model)
+
+    def _add_what_is_next(self, number: int, iteration: int, total: _Sum) -> None:
+        while total.order and total.order[0] in total.arrived:
+            slab = total.order.popleft()
+            part = total.arrived.pop(slab)
+            if part is None:
+                self._done([slab])
+            elif total.only is None and not total.summed:
+                total.only = (slab, part)
+            else:
+                if total.only is not None:
+                    first, total.only = total.only, None
+                    total.summed = True
+                    self._add(number, iteration, *first)
+                self._add(number, iteration, slab, part)
+
+    def _add(self, number: int, iteration: int, slab: SlabId, part: SlabPart) -> None:
+        self._out.append(AddSlab(number, iteration, part))
+        self._done([slab])
+
+    def _done(self, slabs: list[SlabId]) -> None:
+        if slabs:
+            self._send(CONTROLLER, SlabDoneMsg(tuple(slabs)))
+
+    # --- steps
+
+    def _on_step(self, msg: StepMsg) -> None:
+        model = self._models[msg.model]
+        model.steps.append(msg)
+        self._start_step(msg.model, model)
+
+    def _start_step(self, number: int, model: _Model) -> None:
+        if model.running is not None or not model.steps:
+            return
+        msg = model.steps[0]
+        if any(model.waiting[call] for call in msg.calls):
+            return
+        model.running = model.steps.popleft()
+        model.norm = float("nan")
+        self._out.append(StartClock(number, msg.step))
+        if msg.max_grad_norm is None:
+            self._step_units(number, model, 1.0)
+        else:
+            self._out.append(MeasureNorm(number, msg.step, self._only_slabs(model, msg.step)))
+
+    def _only_slabs(self, model: _Model, iteration: int) -> dict[int, SlabPart]:
+        return {
+            unit: total.only[1] for (t, unit), total in model.sums.items() if t == iteration and total.only is not None
+        }
+
+    def _on_norm(self, event: NormEvent) -> None:
+        model = self._models.get(event.model)
+        if model is None or model.running is None:
+            return
+        limit = model.running.max_grad_norm
+        assert limit is not None
+        model.norm = event.norm
+        factor = limit / (event.norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ has it
+        self._step_units(event.model, model, factor if factor < 1 else 1.0)
+
+    def _step_units(self, number: int, model: _Model, factor: float) -> None:
+        """All units, shallow ones first: the next forward waits for those."""
+        msg = model.running
+        assert msg is not None
+        unchanged = [unit.index for unit in model.spec.units if not unit.trainable]
+        model.to_step = {unit.index for unit in model.spec.units}
+        for unit in sorted((u for u in model.spec.units if u.trainable), key=lambda u: u.positions[0]):
+            total = model.sums.get((msg.step, unit.index), _Sum())
+            only = total.only[1] if total.only is not None else None
+            self._out.append(StepUnit(number, msg.step, unit.index, only, msg.groups, factor))
+            if total.only is not None:
+                self._done([total.only[0]])
+        self._publish(number, msg.step + 1, tuple((unit, model.master[unit]) for unit in unchanged))
+        model.to_step.difference_update(unchanged)
+        self._finish_step(number, model)
+
+    def _on_unit_stepped(self, event: UnitSteppedEvent) -> None:
+        model = self._models.get(event.model)
+        if model is None:
+            return
+        model.master[event.unit] = event.extent
+        self._publish(event.model, event.step + 1, ((event.unit, event.extent),))
+        model.to_step.discard(event.unit)
+        self._finish_step(event.model, model)
+
+    def _finish_step(self, number: int, model: _Model) -> None:
+        msg = model.running
+        if msg is None or model.to_step:
+            return
+        model.running = None
+        self._drop_iteration(number, model, msg.step)
+        for call in msg.calls:
+            del model.calls[call], model.waiting[call]
+        self._out.append(FinishStep(StepDoneMsg(number, msg.step, model.norm, False, 0.0)))
+        self._start_step(number, model)
+
+    def _drop_iteration(self, number: int, model: _Model, iteration: int) -> None:
+        model.sums = {key: total for key, total in model.sums.items() if key[0] != iteration}
+        self._out.append(DropSums(number, iteration))
+
+    # --- gradients that are not wanted
+
+    def _on_discard(self, msg: DiscardMsg) -> None:
+        model = self._models[msg.model]
+        if not msg.calls:
+            return
+        iteration = model.calls[msg.calls[0]]
+        for total in (total for (t, _), total in model.sums.items() if t == iteration):
+            self._done(list(total.arrived))
+            if total.only is not None:
+                self._done([total.only[0]])
+        self._drop_iteration(msg.model, model, iteration)
+        for call in msg.calls:
+            del model.calls[call]
+            waiting = model.waiting.pop(call)
+            if waiting:
+                model.unwanted[call] = waiting
+
+    def _on_cancel(self, msg: CancelMsg) -> None:
+        model = self._models[msg.model]
+        gone = [call for call in model.calls if msg.first_call <= call <= msg.last_call]
+        for iteration in {model.calls[call] for call in gone}:
+            self._drop_iteration(msg.model, model, iteration)
+        for call in gone:
+            del model.calls[call], model.waiting[call]
+        model.steps = deque(step for step in model.steps if not set(step.calls) & set(gone))
+        model.reads = [read for read in model.reads if not set(read.calls) & set(gone)]
+        model.early = [slab for slab in model.early if not msg.first_call <= slab.call <= msg.last_call]
+        self._newest_call = max(self._newest_call, msg.last_call)
+        self._send(CONTROLLER, CancelledMsg(msg.model, msg.first_call, ROLE, ()))
+
+    # --- reading
+
+    def _on_read(self, msg: ReadStateMsg) -> None:
+        model = self._models[msg.model]
+        model.reads.append(msg)
+        self._answer_reads(msg.model, model)
+
+    def _answer_reads(self, number: int, model: _Model) -> None:
+        for msg in [msg for msg in model.reads if not any(model.waiting.get(call, 0) for call in msg.calls)]:
+            model.reads.remove(msg)
+            iteration = model.calls[msg.calls[0]] if msg.calls else -1
+            self._out.append(ReadState(msg, iteration, self._only_slabs(model, iteration)))
+
+    def _send(self, role: str, msg: Any) -> None:
+        self._out.append(Send(role, msg))
+

@@ -1,0 +1,201 @@
+"""The optimizer around its machine: receives, carries instructions out, reports back. It decides nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+import time
+from collections import deque
+from typing import Any
+
+import torch
+
+from rpruntime.optimizer import machine as m
+from rpruntime.optimizer.units import Unit, revive_optimizer
+from rpruntime.store.arena import Arena
+from rpruntime.store.handle import Extent, Payload, TensorHandle
+from rpruntime.store.values import put_together, take_apart
+from rpruntime.wire.mailbox import Post
+from rpruntime.wire.codec import unpack_struct
+from rpruntime.wire.messages import LoadModelMsg, ModelAllocatedMsg, ModelReadyMsg, ModelSpec, RoleFailedMsg, StateMsg
+from rpruntime.worker.failures import describe
+
+log = logging.getLogger(__name__)
+
+
+class _Model:
+    """The slabs and units of one model. `units[i]` is None for a frozen unit."""
+
+    def __init__(self, msg: ModelSpec, arena: Arena) -> None:
+        self.msg = msg
+        arena.reserve(sum(unit.nbytes for unit in msg.units) or 1)
+        self.master = [arena.allocate(unit.nbytes) for unit in msg.units]
+        """The newest version of each unit."""
+        self.slabs: set[Extent] = set(self.master)
+        """All versions that nobody has freed."""
+        self.units: list[Unit | None] = [Unit(unit, arena) if unit.trainable else None for unit in msg.units]
+
+
+class OptimizerShell:
+    """The optimizer process's work, whatever carries its messages."""
+
+    def __init__(self, post: Post, arena: Arena, workers: tuple[str, ...]) -> None:
+        self._post = post
+        self._arena = arena
+        self._store = arena.store
+        self._machine = m.OptimizerMachine(workers)
+        self._models: dict[int, _Model] = {}
+        self._started: dict[tuple[int, int], float] = {}
+        self._todo: deque[Any] = deque()
+        self._carry_out = {
+            m.Send: lambda i: self._post.send(i.role, i.msg),
+            m.BuildModel: self._build,
+            m.FillModel: self._fill,
+            m.ForgetModel: self._forget,
+            m.AddSlab: lambda i: self._unit(i.model, i.part.unit).add(i.iteration, i.part),
+            m.DropSums: self._drop_sums,
+            m.MeasureNorm: self._measure_norm,
+            m.StepUnit: self._step_unit,
+            m.ReadState: self._read_state,
+            m.StartClock: lambda i: self._started.__setitem__((i.model, i.step), time.monotonic()),
+            m.FinishStep: self._finish_step,
+            m.FreeOwn: self._free,
+        }
+
+    def step(self, messages: list[Any]) -> bool:
+        """Take messages in and carry out one instruction; True: there is more to do."""
+        for msg in messages:
+            if isinstance(msg, LoadModelMsg):
+                msg = unpack_struct(bytes(self._store.tensor(msg.spec).numpy()))
+            if self._machine.understands(msg):
+                self._todo.extend(self._machine.handle(msg))
+        if self._todo:
+            instruction = self._todo.popleft()
+            try:
+                self._carry_out[type(instruction)](instruction)
+            except Exception as err:
+                log.exception("carrying out %s", type(instruction).__name__)
+                error = describe(err, phase="step", device=self._post.role)
+                self._post.send(m.CONTROLLER, RoleFailedMsg(self._post.role, getattr(instruction, "model", -1), error))
+        return bool(self._todo)
+
+    def _happened(self, event: Any) -> None:
+        # what follows from an event comes before what waits: a published unit is awaited, the next one is not
+        self._todo.extendleft(reversed(self._machine.handle(event)))
+
+    def _unit(self, model: int, unit: int) -> Unit:
+        found = self._models[model].units[unit]
+        assert found is not None
+        return found
+
+    # --- models
+
+    def _build(self, instruction: m.BuildModel) -> None:
+        msg = instruction.msg
+        sys.path.extend(path for path in msg.python_path if path not in sys.path)
+        try:
+            model = _Model(msg, self._arena)
+        except Exception as err:
+            log.exception("allocating model %s", msg.name)
+            self._post.send(m.CONTROLLER, RoleFailedMsg(self._post.role, msg.model, describe(err, phase="load")))
+            return
+        self._models[msg.model] = model
+        optim = tuple(None if unit is None else unit.extent for unit in model.units)
+        self._post.send(m.CONTROLLER, ModelAllocatedMsg(msg.model, tuple(model.master), optim))
+
+    def _fill(self, instruction: m.FillModel) -> None:
+        model = self._models[instruction.model]
+        msg = model.msg
+        if msg.optimizer is not None:
+            tensors = [self._optimizer_tensor(model, entry) for entry in msg.optimizer.tensors]
+            data = bytes(self._store.tensor(msg.optimizer.data).numpy())
+            whole = revive_optimizer(*put_together(data, tensors))
+            for unit in model.units:
+                if unit is not None:
+                    unit.adopt_optimizer(whole)
+        self._happened(m.ModelFilledEvent(instruction.model, tuple(model.master)))
+        self._post.send(m.CONTROLLER, ModelReadyMsg(instruction.model, self._post.role))
+
+    def _optimizer_tensor(self, model: _Model, entry: tuple[Any, ...]) -> torch.Tensor:
+        if entry[0] == "param":
+            unit = model.units[entry[1]]
+            if unit is None:  # a frozen parameter that stands in a group: never stepped
+                return torch.nn.Parameter(torch.empty(0), requires_grad=False)
+            return unit.params[entry[2]]
+        return self._store.tensor(entry[1]).clone()
+
+    def _forget(self, instruction: m.ForgetModel) -> None:
+        model = self._models.pop(instruction.model, None)
+        if model is None:
+            return
+        for unit in model.units:
+            if unit is not None:
+                unit.free()
+        for extent in model.slabs:
+            self._arena.free(extent)
+
+    # --- work
+
+    def _free(self, instruction: m.FreeOwn) -> None:
+        for extent in instruction.extents:
+            self._arena.free(extent)
+            for model in self._models.values():
+                model.slabs.discard(extent)
+
+    def _drop_sums(self, instruction: m.DropSums) -> None:
+        for unit in self._models[instruction.model].units:
+            if unit is not None:
+                unit.drop_sum(instruction.iteration)
+
+    def _measure_norm(self, instruction: m.MeasureNorm) -> None:
+        norms = [
+            torch.linalg.vector_norm(gradient)
+            for unit in self._models[instruction.model].units
+            if unit is not None
+            for gradient in unit.gradients(instruction.iteration, instruction.only.get(unit.spec.index))
+            if gradient is not None
+        ]
+        norm = float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+        self._happened(m.NormEvent(instruction.model, instruction.iteration, norm))
+
+    def _step_unit(self, instruction: m.StepUnit) -> None:
+        model = self._models[instruction.model]
+        unit = self._unit(instruction.model, instruction.unit)
+        gradients = unit.gradients(instruction.step, instruction.only)
+        if unit.step(gradients, instruction.groups, instruction.gradient_factor):
+            extent = self._arena.allocate(unit.spec.nbytes)
+            unit.write_master(extent)
+            model.master[instruction.unit] = extent
+            model.slabs.add(extent)
+        self._happened(
+            m.UnitSteppedEvent(instruction.model, instruction.step, instruction.unit, model.master[instruction.unit])
+        )
+
+    def _finish_step(self, instruction: m.FinishStep) -> None:
+        started = self._started.pop((instruction.msg.model, instruction.msg.step))
+        msg = dataclasses.replace(instruction.msg, seconds=time.monotonic() - started)
+        self._post.send(m.CONTROLLER, msg)
+
+    def _read_state(self, instruction: m.ReadState) -> None:
+        msg = instruction.msg
+        rows: list[tuple[int, int, str, TensorHandle]] = []
+        scalars: dict[tuple[int, int, str], Any] = {}
+        for unit in self._models[msg.model].units:
+            if unit is None:
+                continue
+            number = unit.spec.index
+            if msg.what == "gradients":
+                found = unit.gradients(instruction.iteration, instruction.only.get(number))
+                values = [(index, "gradient", gradient) for index, gradient in enumerate(found) if gradient is not None]
+            else:
+                values = unit.state_rows()
+            for index, name, value in values:
+                if isinstance(value, torch.Tensor):
+                    handle = self._arena.allocate_tensor(tuple(value.shape), value.dtype)
+                    self._store.tensor(handle).copy_(value)
+                    rows.append((number, index, name, handle))
+                else:
+                    scalars[number, index, name] = value
+        payload = Payload(take_apart(scalars)[0], (), ()) if scalars else None
+        self._post.send(m.CONTROLLER, StateMsg(msg.model, msg.what, tuple(rows), payload))

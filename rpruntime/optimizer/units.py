@@ -1,0 +1,182 @@
+"""One storage unit in the optimizer process: its fp32 copy, its part of the user's optimizer, its sums."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+from rpruntime.store.arena import Arena, view
+from rpruntime.store.handle import Extent, TensorHandle
+from rpruntime.store.layout import gradient_layout, optimizer_dtype, optimizer_layout
+from rpruntime.wire.messages import SlabPart, UnitSpec
+
+SHARED_STATE_BYTES = 4096
+"""Optimizer state tensors from this size on live in shared memory; step counters and the like stay private."""
+
+
+class Unit:
+    """A trainable unit. Parameters are fp32 views of one extent; sums come and go by iteration."""
+
+    def __init__(self, spec: UnitSpec, arena: Arena) -> None:
+        self.spec = spec
+        self._arena = arena
+        self._store = arena.store
+        offsets, nbytes = optimizer_layout(spec)
+        self.extent = arena.allocate(nbytes)
+        memory = self._store.bytes_of(self.extent)
+        self.params = [
+            torch.nn.Parameter(view(memory, offset, param.shape, optimizer_dtype(param.dtype)))
+            for offset, param in zip(offsets, spec.params, strict=True)
+        ]
+        self.optimizer: torch.optim.Optimizer | None = None
+        self._group_of: list[int] = []
+        self._sums: dict[int, tuple[Extent, set[int]]] = {}  # iteration -> (fp32 sums, parameters with a gradient)
+        self._state_extents: list[Extent] = []
+
+    def adopt_optimizer(self, whole: torch.optim.Optimizer) -> None:
+        """Take this unit's parameters, groups and state out of the user's optimizer."""
+        mine = {id(param) for param in self.params}
+        own = object.__new__(type(whole))
+        own.__dict__ = dict(whole.__dict__)
+        own.param_groups = []
+        for index, group in enumerate(whole.param_groups):
+            params = [param for param in group["params"] if id(param) in mine]
+            if params:
+                own.param_groups.append(use_fast_kernel(type(whole), {**group, "params": params}))
+                self._group_of.append(index)
+        own.state = defaultdict(dict, {param: whole.state[param] for param in self.params if param in whole.state})
+        own._patch_step_function()
+        self.optimizer = own
+        self._share_state()
+
+    # --- gradients
+
+    def add(self, iteration: int, part: SlabPart) -> None:
+        """Add a gradient slab to the iteration's sum, in fp32; the first one starts it (G_cp)."""
+        if iteration not in self._sums:
+            extent = self._arena.allocate(optimizer_layout(self.spec)[1])
+            self._sums[iteration] = (extent, set())
+        extent, present = self._sums[iteration]
+        sums = self._sum_views(extent)
+        for index, gradient in self._gradients(part):
+            if index in present:
+                sums[index].add_(gradient.to(sums[index].dtype))
+            else:
+                sums[index].copy_(gradient)
+                present.add(index)
+
+    def drop_sum(self, iteration: int) -> None:
+        """Forget an iteration's sum."""
+        found = self._sums.pop(iteration, None)
+        if found is not None:
+            self._arena.free(found[0])
+
+    def gradients(self, iteration: int, only: SlabPart | None) -> list[torch.Tensor | None]:
+        """The iteration's fp32 gradients by parameter: views of the sum, or of the only slab converted."""
+        found: list[torch.Tensor | None] = [None] * len(self.params)
+        if only is not None:
+            for index, gradient in self._gradients(only):
+                found[index] = gradient.to(self.params[index].dtype)
+        elif iteration in self._sums:
+            extent, present = self._sums[iteration]
+            for index, total in enumerate(self._sum_views(extent)):
+                found[index] = total if index in present else None
+        return found
+
+    def _gradients(self, part: SlabPart) -> list[tuple[int, torch.Tensor]]:
+        memory = self._store.bytes_of(part.extent)
+        offsets, _ = gradient_layout(self.spec)
+        return [
+            (index, view(memory, offsets[index], param.shape, param.grad_dtype))
+            for index, param in enumerate(self.spec.params)
+            if part.present[index]
+        ]
+
+    def _sum_views(self, extent: Extent) -> list[torch.Tensor]:
+        memory = self._store.bytes_of(extent)
+        offsets, _ = optimizer_layout(self.spec)
+        return [
+            view(memory, offset, param.shape, optimizer_dtype(param.dtype))
+            for offset, param in zip(offsets, self.spec.params, strict=True)
+        ]
+
+    # --- step
+
+    def step(self, gradients: list[torch.Tensor | None], groups: tuple[dict[str, Any], ...], factor: float) -> bool:
+        """Run the user's optimizer on this unit; False: no parameter had a gradient, nothing moved."""
+        if self.optimizer is None or all(gradient is None for gradient in gradients):
+            return False
+        for param, gradient in zip(self.params, gradients, strict=True):
+            param.grad = gradient if gradient is None or factor == 1.0 else gradient * factor
+        for group, index in zip(self.optimizer.param_groups, self._group_of, strict=True):
+            group.update({name: value for name, value in groups[index].items() if name not in ("params", "fused")})
+        self.optimizer.step()
+        for param in self.params:
+            param.grad = None
+        self._share_state()
+        return True
+
+    def write_master(self, extent: Extent) -> None:
+        """Write the fp32 weights into a slab in the model's dtype (P_cp)."""
+        memory = self._store.bytes_of(extent)
+        with torch.no_grad():
+            for param, spec in zip(self.params, self.spec.params, strict=True):
+                view(memory, spec.offset, spec.shape, spec.dtype).copy_(param)
+
+    def _share_state(self) -> None:
+        """Move new large state tensors (moments) into the arena."""
+        assert self.optimizer is not None
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                large = isinstance(value, torch.Tensor) and value.nbytes >= SHARED_STATE_BYTES
+                if large and not getattr(value, "_in_arena", False):
+                    handle = self._arena.allocate_tensor(tuple(value.shape), value.dtype)
+                    shared = self._store.tensor(handle).copy_(value)
+                    shared._in_arena = True
+                    state[name] = shared
+                    self._state_extents.append(handle.extent)
+
+    def state_rows(self) -> list[tuple[int, str, Any]]:
+        """(parameter index, name, value) of the optimizer's state."""
+        if self.optimizer is None:
+            return []
+        return [
+            (index, name, value)
+            for index, param in enumerate(self.params)
+            for name, value in self.optimizer.state.get(param, {}).items()
+        ]
+
+    def free(self) -> None:
+        """Give all memory back."""
+        for iteration in list(self._sums):
+            self.drop_sum(iteration)
+        for extent in (self.extent, *self._state_extents):
+            self._arena.free(extent)
+
+
+def use_fast_kernel(kind: type, group: dict[str, Any]) -> dict[str, Any]:
+    """`fused=None` leaves the kernel to us: torch's fused one where the group allows it; other choices stand."""
+    plain = not (group.get("foreach") or group.get("capturable") or group.get("differentiable"))
+    own = kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+    if own and plain and "fused" in group and group["fused"] is None and group.get("foreach") is None:
+        group["fused"] = True
+    return group
+
+
+def revive_optimizer(kind: type, attributes: dict[str, Any]) -> torch.optim.Optimizer:
+    """An optimizer with these attributes, without running its constructor (whose arguments nobody kept)."""
+    optimizer: torch.optim.Optimizer = object.__new__(kind)
+    optimizer.__setstate__(copy.copy(attributes))
+    return optimizer
+
+
+def parameter_handles(unit: Unit) -> list[TensorHandle]:
+    """Handles of the fp32 parameters."""
+    offsets, _ = optimizer_layout(unit.spec)
+    return [
+        TensorHandle(unit.extent, offset, param.shape, tuple(view_.stride()), optimizer_dtype(param.dtype))
+        for offset, param, view_ in zip(offsets, unit.spec.params, unit.params, strict=True)
+    ]

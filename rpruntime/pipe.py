@@ -1,0 +1,634 @@
+"""`RoundPipe`: the high-level pipe that a training script uses (API.md "Python")."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rpruntime import session as sessions
+from rpruntime.client import Client, client_of
+from rpruntime.control import events as ev
+from rpruntime.errors import ConfigError, RoundPipeError
+from rpruntime.failures import install_excepthook, rebuild
+from rpruntime.layout import ModelLayout, check_model, check_optimizer, lay_out
+from rpruntime.loading import Loader, ModelPackage, initial_buffers, point_parameters
+from rpruntime.microbatch import CutCall, cut_call, merge_metrics, merge_outputs
+from rpruntime.results import EvalResult, Loss, StepInfo
+from rpruntime.schedule.plan import ExecutionPlan
+from rpruntime.store.handle import Payload, TensorHandle
+from rpruntime.store.values import put_together, take_apart, why_not_picklable
+from rpruntime.wire.messages import ReadStateMsg, RoleFailedMsg, StateMsg
+from rpruntime.worker.context import capture
+
+_RECOMPUTE = ("stage", "layer")
+_HYPER_TYPES = (int, float, bool, str, type(None))
+
+
+class RoundPipe:
+    """Trains a model whose layers run on whichever device is next (paper section 3).
+
+    Args:
+        model: an `nn.Sequential` on the CPU; its entries are the layers.
+        optimizer: any torch optimizer that steps each parameter alone, made from the model's parameters.
+        loss_fn: `loss_fn(outputs, labels)` -> mean over its micro-batch, or `(loss, {"metric": x})`. None: the last
+            layer's output is the loss.
+        num_microbatches: M; a batch is cut into that many. Never depends on the number of devices.
+        dtype: floating parameters are cast to it (None: each parameter keeps its own); the optimizer's copy is fp32.
+        grad_dtype: what a slot's fp32 sum of gradients is rounded to, once (default: the parameter's dtype).
+        asynchronous: iteration t reads the weights after step t-2 (staleness 1), so the pipeline never drains.
+        plan: "auto" or "layers" (one layer a stage), or an `ExecutionPlan`.
+        recompute: "stage" keeps the input of each backward stage, "layer" that of every layer (less device memory).
+        loss_weight: `loss_weight(labels)` -> a micro-batch's weight, for example its unmasked tokens.
+        chunk_dims: dims along which arguments are cut, where it is not dim 0; None: not cut.
+        seed: for `layer_seed` (default `torch.initial_seed()`).
+        name: of the pipe within its session.
+        session: where to run (default: this process's session, made if need be).
+
+    Raises:
+        ConfigError: something cannot be wrapped; names it and the line to change.
+        HostMemoryError: the machine cannot hold the model; with the figures.
+    """
+
+    def __init__(
+        self,
+        model: nn.Sequential,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        num_microbatches: int = 8,
+        dtype: torch.dtype | None = None,
+        grad_dtype: torch.dtype | None = None,
+        asynchronous: bool = False,
+        plan: str | ExecutionPlan = "auto",
+        recompute: str = "stage",
+        grad_scaler: Any = None,
+        loss_weight: Callable[..., Any] | None = None,
+        chunk_dims: dict[str | int, int | None] | None = None,
+        compile: str = "off",
+        seed: int | None = None,
+        name: str = "default",
+        session: Any = None,
+    ) -> None:
+        self._closed = True  # until the model is loaded
+        self._check_settings(num_microbatches, recompute, grad_scaler, compile, dtype, grad_dtype)
+        check_model(model)
+        if optimizer is not None:
+            check_optimizer(optimizer, model)
+        self.model, self.optimizer, self.name = model, optimizer, name
+        self._loss_fn, self._loss_weight, self._chunk_dims = loss_fn, loss_weight, chunk_dims
+        self._num_microbatches = num_microbatches
+        self.plan = plan_of(plan, len(model))
+        layout = lay_out(model, optimizer, dtype, grad_dtype)
+        session = sessions.current() if session is None else session
+        self._client: Client = client_of(session)
+        self._quiet = bool(session.config.get("quiet"))
+        self._said: set[str] = set()
+        self._replace_older_pipe()
+        self._layout: ModelLayout = layout
+        self._losses: dict[int, tuple[Loss, float]] = {}
+        self._steps: dict[int, tuple[StepInfo, tuple[int, ...], tuple[float, ...]]] = {}
+        self._finished_calls: dict[int, ev.FinishCall] = {}
+        self._open: list[tuple[int, Loss, float]] = []
+        self._state: StateMsg | None = None
+        self._failure: BaseException | None = None
+        self._broken: BaseException | None = None
+        self._synchronized = False
+        self.last_step: StepInfo | None = None
+        install_excepthook()
+        self._load(optimizer, loss_fn, seed, recompute, asynchronous)
+        self._closed = False
+        if optimizer is not None:
+            _patch_optimizer(optimizer, self)
+
+    def _check_settings(
+        self, count: Any, recompute: str, scaler: Any, compile: str, dtype: Any, grad_dtype: Any
+    ) -> None:
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ConfigError(f"num_microbatches must be a positive integer, not {count!r}")
+        if recompute not in _RECOMPUTE:
+            raise ConfigError(f"recompute must be one of {', '.join(_RECOMPUTE)}, not {recompute!r}")
+        if scaler is not None:
+            raise ConfigError("grad_scaler is not supported yet; train in bfloat16 or float32")
+        if compile != "off":
+            raise ConfigError('compile is not supported yet; leave compile="off"')
+        for setting, value in (("dtype", dtype), ("grad_dtype", grad_dtype)):
+            if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
+                raise ConfigError(f"{setting} must be a floating torch dtype such as torch.bfloat16, not {value!r}")
+        if torch.float16 in (dtype, grad_dtype):
+            raise ConfigError("float16 needs a gradient scaler, which is not supported yet; use torch.bfloat16")
+
+    def _replace_older_pipe(self) -> None:
+        pipes: weakref.WeakValueDictionary[str, RoundPipe] = self._client.pipes
+        older = pipes.get(self.name)
+        if older is not None and not older._closed:
+            self._say(f"pipe {self.name!r} is made again: the older one is closed (pass name= to have two)")
+            older.close()
+        pipes[self.name] = self
+
+    def _load(self, optimizer: Any, loss_fn: Any, seed: int | None, recompute: str, asynchronous: bool) -> None:
+        client = self._client
+        loader = Loader(client, self._layout, self._quiet)
+        loader.check_memory(optimizer)
+        self._listener: Callable[[Any], None] = loader.on_message
+        self._model = client.add_listener(lambda msg: self._listener(msg))
+        package = ModelPackage(
+            client,
+            self._layout,
+            optimizer,
+            loss_fn,
+            model=self._model,
+            name=self.name,
+            seed=torch.initial_seed() if seed is None else seed,
+            recompute=recompute,
+            asynchronous=asynchronous,
+        )
+        client.wait_roles(lambda names, seconds: self._say(f"         starting {', '.join(names)} ... {seconds:.0f} s"))
+        try:
+            allocated = loader.run(package)
+        except BaseException:
+            client.remove_listener(self._model)
+            raise
+        package.free()
+        self._listener = self._on_message
+        self._modes = [_modes(layer) for layer in self._layout.layers]
+        client.do(
+            ev.ModelAddedEvent(
+                model=self._model,
+                units=tuple(self._layout.units),
+                layer_units=tuple(tuple(units) for units in self._layout.layer_units),
+                buffers=initial_buffers(client, self._layout),
+                grain=recompute,
+                asynchronous=asynchronous,
+                master=allocated.master,
+            )
+        )
+        self._point_parameters(dict(enumerate(allocated.master)))
+
+    # --- training
+
+    def forward_backward(self, inputs: Any, labels: Any = None, *, scale: float = 1.0, num_items: float | None = None) -> Loss:
+        """Queue forward, loss and backward of one batch; returns at once.
+
+        Args:
+            inputs: tuple -> `*args`, dict -> `**kwargs`, list -> micro-batches already cut, else one argument.
+            labels: what `loss_fn` gets as second argument; None: it is called with the outputs alone.
+            scale: multiplies this call's gradients (not the loss that is returned).
+            num_items: replaces the sum of weights (or rows) by the total of several calls.
+
+        Raises:
+            ConfigError: the batch cannot be cut; nothing has happened.
+            The user's own exception of an earlier call, once; the run stays usable.
+        """
+        self._start_of_call()
+        if not self.model.training:
+            self._say_once("the model is in eval mode while training: call model.train() if that is not meant")
+        self._check_parameters()
+        cut = cut_call(
+            inputs,
+            labels,
+            num_microbatches=self._num_microbatches,
+            chunk_dims=self._chunk_dims,
+            loss_weight=self._loss_weight,
+            num_items=num_items,
+        )
+        if cut.warning:
+            self._say_once(cut.warning)
+        self._wait(lambda: len(self._client.machine.unfinished_steps(self._model)) < 2, "step t-2")
+        self._raise_failure()
+        call = self._client.new_call(self._model)
+        event = self._call_event(call, cut, has_labels=labels is not None, scale=float(scale))
+        loss = Loss(self, f"the loss of call {call}")
+        self._losses[call] = (loss, float(scale))
+        self._open.append((call, loss, float(scale)))
+        self._synchronized = False
+        self._client.do(event)
+        return loss
+
+    def _call_event(
+        self, call: int, cut: CutCall, *, has_labels: bool, scale: float = 1.0, inference: bool = False, wants_output: bool = False
+    ) -> ev.CallEvent:
+        context = capture()
+        modes = [(position, _modes(layer)) for position, layer in enumerate(self._layout.layers)]
+        context["modes"] = tuple((p, flags) for p, flags in modes if flags != self._modes[p])
+        encoder = _Encoder(self._client, self._say_once)
+        inputs = [encoder.encode((args, kwargs), "inputs") for args, kwargs in zip(cut.args, cut.kwargs, strict=True)]
+        labels = [encoder.encode(label, "labels") if has_labels else None for label in cut.labels]
+        return ev.CallEvent(
+            call=call,
+            model=self._model,
+            plan=self.plan,
+            inputs=tuple(inputs),
+            labels=tuple(labels),
+            coefficients=tuple((c.numerator, c.denominator) for c in cut.coefficients),
+            weights=tuple(cut.weights),
+            scale=scale,
+            context=context,
+            inference=inference,
+            wants_output=wants_output,
+        )
+
+    def step(self, *, max_grad_norm: float | None = None) -> StepInfo:
+        """Seal the iteration and queue the optimizer's step, with all groups' hyper-parameters as they are now.
+
+        Never blocks. `max_grad_norm` clips the global norm as `torch.nn.utils.clip_grad_norm_` does.
+
+        Raises:
+            RoundPipeError: there is nothing to step (no `forward_backward` since the last step).
+        """
+        self._start_of_call()
+        if self.optimizer is None:
+            raise ConfigError("this pipe has no optimizer: pass one to RoundPipe")
+        if not self._open:
+            raise RoundPipeError("step without gradients: call pipe.forward_backward first")
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ConfigError(f"max_grad_norm must be positive or None, not {max_grad_norm!r}")
+        groups = self._hyper_parameters()
+        with self._client.lock:
+            number = self._client.machine.iteration(self._model)
+            info = StepInfo(self, f"step {number}")
+            calls = tuple(call for call, _, _ in self._open)
+            self._steps[number] = (info, calls, tuple(float(group["lr"]) for group in groups if "lr" in group))
+            self._open = []
+        self._synchronized = False
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what LR schedulers look for
+        self.optimizer.state.clear()
+        self._client.do(ev.StepEvent(self._model, groups, max_grad_norm))
+        return info
+
+    def _hyper_parameters(self) -> tuple[dict[str, Any], ...]:
+        assert self.optimizer is not None
+        groups = []
+        for number, group in enumerate(self.optimizer.param_groups):
+            if any(id(p) not in self._stepped for p in group["params"] if p.requires_grad):
+                raise ConfigError(
+                    f"param_groups[{number}] was changed after the model was wrapped: add groups first, then make the RoundPipe"
+                )
+            plain = {}
+            for key, value in group.items():
+                if isinstance(value, torch.Tensor) and value.numel() == 1:
+                    value = value.item()
+                if isinstance(value, _HYPER_TYPES):
+                    plain[key] = value
+                elif isinstance(value, list | tuple) and key != "params" and all(isinstance(v, _HYPER_TYPES) for v in value):
+                    plain[key] = tuple(value)
+            groups.append(plain)
+        return tuple(groups)
+
+    def zero_grad(self) -> None:
+        """Let running calls complete and discard the gradients that no step has taken."""
+        self._start_of_call()
+        self._finish_open_calls()
+        if self._open:
+            self._client.do(ev.DiscardEvent(self._model))
+        for call, _, _ in self._open:
+            self._finished_calls.pop(call, None)
+        self._open = []
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The unscaled fp32 gradients since the last step, by parameter name; waits for running calls."""
+        self._start_of_call()
+        self._finish_open_calls()
+        calls = tuple(call for call, _, _ in self._open)
+        if not calls:
+            return {}
+        return {
+            self._layout.units[unit].params[index].name: value
+            for (unit, index, _), value in self._read_state("gradients", calls).items()
+        }
+
+    def _read_state(self, what: str, calls: tuple[int, ...] = ()) -> dict[tuple[int, int, str], Any]:
+        self._state = None
+        self._client.send("optimizer", ReadStateMsg(self._model, what, calls))
+        self._wait(lambda: self._state is not None, f"the optimizer's {what}")
+        self._raise_failure()
+        msg: StateMsg = self._state  # type: ignore[assignment]
+        found = {(unit, i, name): self._client.store.tensor(handle).clone() for unit, i, name, handle in msg.rows}
+        if msg.payload is not None:
+            assert isinstance(msg.payload.skeleton, bytes)
+            found.update(put_together(msg.payload.skeleton, []))
+        self._client.free([handle.extent for *_, handle in msg.rows])
+        return found
+
+    def _finish_open_calls(self) -> None:
+        for _, loss, _ in list(self._open):
+            self._wait(loss.done, "running calls")
+        self._raise_failure()
+
+    # --- evaluation
+
+    def forward(self, inputs: Any, *, num_microbatches: int | None = None) -> Any:
+        """What the model returns for `inputs`, merged: the weights after every `step()` issued, eval mode, no gradients.
+
+        Tensors are joined along dim 0, scalars averaged by rows, equal values kept.
+        """
+        self._start_of_call()
+        cut = cut_call(inputs, None, num_microbatches=num_microbatches or self._num_microbatches, chunk_dims=self._chunk_dims)
+        finished = self._infer(cut, has_labels=False, wants_output=True)
+        outputs = [self._decode(payload) for payload in finished.outputs]
+        self._client.do(ev.OutputTakenEvent(finished.call))
+        return merge_outputs(outputs, cut.rows)
+
+    def evaluate(self, batches: Iterable[Any], *, max_batches: int | None = None) -> EvalResult:
+        """Weighted loss and metrics over `(inputs, labels)` batches, eval mode, no gradients, nothing kept.
+
+        Args:
+            batches: of `(inputs, labels)`, as for `forward_backward`.
+            max_batches: stop after that many.
+
+        Raises:
+            ConfigError: there was no batch.
+        """
+        total, items = 0.0, 0.0
+        rows: list[dict[str, float]] = []
+        weights: list[float] = []
+        for number, (inputs, labels) in enumerate(batches):
+            if max_batches is not None and number >= max_batches:
+                break
+            self._start_of_call()
+            cut = cut_call(
+                inputs, labels, num_microbatches=self._num_microbatches, chunk_dims=self._chunk_dims, loss_weight=self._loss_weight
+            )
+            finished = self._infer(cut, has_labels=labels is not None, wants_output=False)
+            for loss, metrics, weight in zip(finished.losses, finished.metrics, cut.weights, strict=True):
+                if weight:
+                    total += loss * weight
+                    items += weight
+                    rows.append(metrics)
+                    weights.append(weight)
+        if not weights:
+            raise ConfigError("evaluate got no batch")
+        return EvalResult(total / items, items, merge_metrics(rows, weights))
+
+    def _infer(self, cut: CutCall, *, has_labels: bool, wants_output: bool) -> ev.FinishCall:
+        call = self._client.new_call(self._model)
+        result = Loss(self, f"evaluation call {call}")
+        self._losses[call] = (result, 1.0)
+        self._client.do(self._call_event(call, cut, has_labels=has_labels, inference=True, wants_output=wants_output))
+        result._wait()
+        return self._finished_calls.pop(call)
+
+    def _decode(self, payload: Payload) -> Any:
+        store = self._client.store
+        skeleton = payload.skeleton
+        if isinstance(skeleton, TensorHandle):
+            skeleton = bytes(store.tensor(skeleton).numpy())
+        return put_together(skeleton, [store.tensor(handle).clone() for handle in payload.tensors])
+
+    # --- weights
+
+    def synchronize(self) -> None:
+        """Wait for every step issued; then, until the next `step()`, the script's parameters and buffers are the newest.
+
+        They are live views in the model's dtype: clone to keep. Gradients that no step has taken stay.
+        """
+        self._start_of_call()
+        self._wait(lambda: not self._client.machine.unfinished_steps(self._model), "the steps issued")
+        self._raise_failure()
+        with self._client.lock:
+            weights = self._client.machine.newest_weights(self._model)
+        self._point_parameters(weights)
+        self._finish_open_calls()
+        self._fetch_buffers()
+        self._synchronized = True
+
+    def _point_parameters(self, weights: dict[int, Any]) -> None:
+        point_parameters(self._client, self._layout, weights)
+        self._versions = {id(parameter): parameter._version for parameter in self._layout.parameters.values()}
+        self._stepped = {
+            id(parameter)
+            for (unit, _), parameter in self._layout.parameters.items()
+            if self._layout.units[unit].trainable
+        }
+
+    def _check_parameters(self) -> None:
+        for (unit, index), parameter in self._layout.parameters.items():
+            if parameter._version != self._versions[id(parameter)]:
+                self._versions[id(parameter)] = parameter._version
+                raise ConfigError(
+                    f"{self._layout.units[unit].params[index].name} was written to, which has no effect on the weights "
+                    "that are trained: change the model before RoundPipe wraps it"
+                )
+
+    def _fetch_buffers(self) -> None:
+        with self._client.lock:
+            found = self._client.machine.newest_buffers(self._model)
+        for position, payload in found.items():
+            values = self._decode(payload)
+            for prefix, module in self._layout.layers[position].named_modules():
+                for local, old in module._buffers.items():
+                    new = values[f"{prefix}.{local}" if prefix else local]
+                    if old is not None and new is not None and old.shape == new.shape and old.dtype == new.dtype:
+                        with torch.no_grad():
+                            old.copy_(new)
+                    else:
+                        module._buffers[local] = new
+
+    def close(self) -> None:
+        """End the pipe, not the session; the newest weights stay in the script's private memory."""
+        if self._closed:
+            return
+        try:
+            self._failure_is_over()
+            self.synchronize()
+        except BaseException:
+            self._closed = True
+            raise
+        finally:
+            with torch.no_grad():
+                for parameter in self._layout.parameters.values():
+                    parameter.data = parameter.data.clone()
+            self._closed = True
+            if self.optimizer is not None:
+                _unpatch_optimizer(self.optimizer)
+        self._client.do(ev.ModelRemovedEvent(self._model))
+        self._client.remove_listener(self._model)
+
+    def __enter__(self) -> RoundPipe:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+
+    # --- what happens elsewhere (under the client's lock)
+
+    def _on_message(self, msg: Any) -> None:
+        if isinstance(msg, ev.FinishCall):
+            self._on_call_finished(msg)
+        elif isinstance(msg, ev.FinishStep):
+            self._on_step_finished(msg)
+        elif isinstance(msg, ev.ReportFailure):
+            self._on_failure(msg)
+        elif isinstance(msg, StateMsg):
+            self._state = msg
+        elif isinstance(msg, RoleFailedMsg):
+            self._broken = self._broken or rebuild(msg.error, 0, self._client.machine.iteration(self._model))
+            broken = self._broken
+            for pending in [*(loss for loss, _ in self._losses.values()), *(info for info, _, _ in self._steps.values())]:
+                pending._cancel(lambda: broken)
+
+    def _on_call_finished(self, msg: ev.FinishCall) -> None:
+        loss, _ = self._losses.pop(msg.call)
+        self._finished_calls[msg.call] = msg
+        for microbatch, value in enumerate(msg.losses):
+            if value != value and self._note_nan(msg.call, microbatch):
+                break
+        loss._finish(msg.loss)
+
+    def _note_nan(self, call: int, microbatch: int) -> bool:
+        step = self._client.machine.iteration(self._model)
+        self._say(f"the loss of micro-batch {microbatch + 1} is nan (call {call}, about step {step}); the run goes on")
+        return True
+
+    def _on_step_finished(self, msg: ev.FinishStep) -> None:
+        done = msg.msg
+        info, calls, lr = self._steps.pop(done.step)
+        finished = [self._finished_calls.pop(call) for call in calls]
+        metrics = [(m, w) for f in finished for m, w in zip(f.metrics, f.weights, strict=True) if w]
+        info._finish(
+            {
+                "step": done.step,
+                "loss": sum(f.loss * f.scale for f in finished),
+                "grad_norm": done.grad_norm,
+                "skipped": done.skipped,
+                "lr": lr,
+                "loss_scale": 1.0,
+                "seconds": done.seconds,
+                "metrics": merge_metrics([m for m, _ in metrics], [w for _, w in metrics]) if metrics else {},
+            }
+        )
+        self.last_step = info
+
+    def _on_failure(self, msg: ev.ReportFailure) -> None:
+        call = msg.call
+        step = self._client.machine.iteration(self._model) if not msg.steps else msg.steps[0]
+        self._failure = cause = rebuild(msg.error, msg.num_microbatches, step)
+        lost_steps = len(msg.steps)
+        for number in msg.calls:
+            if number in self._losses:
+                self._losses.pop(number)[0]._cancel(self._cancelled(cause, f"call {call}"))
+            self._finished_calls.pop(number, None)
+        for number in msg.steps:
+            self._steps.pop(number)[0]._cancel(self._cancelled(cause, f"call {call}"))
+        self._open = [entry for entry in self._open if entry[0] not in msg.calls]
+        if lost_steps and hasattr(cause, "add_note"):
+            cause.add_note(
+                f"{lost_steps} step(s) issued after it were cancelled; scheduler steps taken meanwhile are not undone"
+            )
+
+    def _cancelled(self, cause: BaseException, where: str) -> Callable[[], BaseException]:
+        def error() -> BaseException:
+            if self._failure is cause:
+                self._failure_is_over()
+                self._failure = None
+                return cause
+            return RoundPipeError(f"cancelled: {type(cause).__name__} in {where}: {cause}")
+
+        return error
+
+    # --- small things
+
+    def _start_of_call(self) -> None:
+        if self._closed:
+            raise RoundPipeError("this pipe is closed: make a new RoundPipe")
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+        if self._failure is not None:
+            self._failure_is_over()
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def _failure_is_over(self) -> None:
+        """Wait until everything that a failure cancelled is gone."""
+        self._client.wait(lambda: not self._client.machine.is_cancelling(self._model), "the end of a cancelled iteration")
+
+    def _wait(self, ready: Callable[[], bool], what: str, timeout_s: float | None = None) -> bool:
+        return self._client.wait(
+            lambda: ready() or self._failure is not None or self._broken is not None, what, timeout_s
+        )
+
+    def _say(self, line: str) -> None:
+        if not self._quiet:
+            print(f"rpruntime: {line}", file=sys.stderr, flush=True)
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            self._say(line)
+
+
+def plan_of(plan: str | ExecutionPlan, num_layers: int) -> ExecutionPlan:
+    """The plan that a setting means. Raises ConfigError."""
+    if isinstance(plan, ExecutionPlan):
+        plan.check_covers(num_layers)
+        return plan
+    if plan in ("auto", "layers"):
+        return ExecutionPlan.one_layer_a_stage(num_layers)
+    raise ConfigError(f'plan must be "auto", "layers" or an ExecutionPlan, not {plan!r}')
+
+
+def _modes(layer: nn.Module) -> bytes:
+    return bytes(module.training for module in layer.modules())
+
+
+class _Encoder:
+    """Copies one call's values into the controller's arena; a tensor that goes to every micro-batch is copied once."""
+
+    def __init__(self, client: Client, say_once: Callable[[str], None]) -> None:
+        self._client = client
+        self._say_once = say_once
+        self._seen: dict[int, tuple[torch.Tensor, TensorHandle]] = {}
+
+    def encode(self, value: Any, what: str) -> Payload:
+        try:
+            skeleton, tensors = take_apart(value)
+        except Exception as err:
+            raise ConfigError(f"{why_not_picklable(value, what)}; it cannot travel to a worker") from err
+        return Payload(skeleton, tuple(self._put(tensor) for tensor in tensors), (False,) * len(tensors))
+
+    def _put(self, tensor: torch.Tensor) -> TensorHandle:
+        found = self._seen.get(id(tensor))
+        if found is None:
+            if tensor.device.type != "cpu":
+                self._say_once(f"a batch on {tensor.device} is copied to the host first: leave batches on the CPU")
+            if tensor.layout is not torch.strided:
+                raise ConfigError(f"a batch holds a tensor of layout {tensor.layout}; only dense tensors can travel")
+            handle = self._client.arena.allocate_tensor(tuple(tensor.shape), tensor.dtype)
+            self._client.store.tensor(handle).copy_(tensor.detach())
+            found = self._seen[id(tensor)] = (tensor, handle)
+        return found[1]
+
+
+def _patch_optimizer(optimizer: torch.optim.Optimizer, pipe: RoundPipe) -> None:
+    """`step` and `state_dict` of the script's optimizer, whose real state is in the optimizer process."""
+    owner = weakref.ref(pipe)
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        raise RoundPipeError("the optimizer runs in a process of its own: call pipe.step() instead of optimizer.step()")
+
+    def state_dict() -> dict[str, Any]:
+        found = owner()
+        if found is None or not found._synchronized:
+            raise RoundPipeError("the optimizer's state is in another process: call pipe.synchronize() first")
+        optimizer.state.clear()
+        for (unit, index, name), value in found._read_state("state").items():
+            optimizer.state[found._layout.parameters[unit, index]][name] = value
+        return type(optimizer).state_dict(optimizer)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers leave it alone and do not warn
+    optimizer.step = step  # type: ignore[method-assign]
+    optimizer.state_dict = state_dict  # type: ignore[method-assign]
+
+
+def _unpatch_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    for name in ("step", "state_dict"):
+        optimizer.__dict__.pop(name, None)
+

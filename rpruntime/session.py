@@ -1,0 +1,404 @@
+"""The script's side of a session: attach to the launcher's, or start a launcher for this process.
+
+rplaunch train.py        RPRUNTIME_SESSION names the folder: attach
+python train.py          start the launcher in a new session (it watches this process), then attach
+devices="inline"         no launcher, no child: everything in this process
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rpruntime import flags as flags_table
+from rpruntime.errors import ConfigError, HostMemoryError, RoundPipeError, SessionLost, WorkerDied
+from rpruntime.process import open_pidfd, start_time
+from rpruntime.store.segments import SegmentClient
+from rpruntime.wire.mailbox import Mailbox
+from rpruntime.wire.messages import (
+    AttachedMsg,
+    AttachMsg,
+    RefusedMsg,
+    RoleDiedMsg,
+    RoleReadyMsg,
+    ShutdownMsg,
+)
+
+log = logging.getLogger(__name__)
+
+SESSION_VARIABLE = "RPRUNTIME_SESSION"
+_ATTACH_TIMEOUT_S = 15.0
+_START_TIMEOUT_S = 30.0
+_CLOSE_TIMEOUT_S = 8.0
+
+# This process's session. A module-level value on purpose: a process has one, as it has one __main__; `close`
+# clears it.
+_current: Any = None
+_current_pid = 0
+
+
+def init(devices: str = "auto", *, name: str | None = None, **flags: Any) -> Any:
+    """Make or choose this process's session; the second call with the same settings returns the same one.
+
+    Args:
+        devices: auto, inline, cpu:N, cuda, cuda:0,1 or 0,1.
+        name: of the session.
+        **flags: every flag of rplaunch with `_` for `-`.
+
+    Returns:
+        The `Session` (an `InlineSession` for "inline").
+
+    Raises:
+        ConfigError: settings that cannot be had, or that differ from those of the running session.
+    """
+    given = flags_table.from_python(
+        {"devices": devices if devices != "auto" else None, "name": name, **flags}
+    )
+    found = _existing()
+    if found is not None:
+        _check_same(found, given, flags_table.BY_KEY)
+        return found
+    attached_to = os.environ.get(SESSION_VARIABLE)
+    if attached_to:
+        session = _attach(Path(attached_to), None, given)
+        _adopt(session)
+        _check_same(session, given, flags_table.BY_KEY)
+        return session
+    settings = flags_table.settings(given)
+    if settings["devices"].strip().lower() == "inline":
+        from rpruntime.inline import InlineSession
+
+        return _adopt(InlineSession({**settings, "devices": [], "devices_flag": "inline"}))
+    return _adopt(_start(flags_table.to_command_line(given), given))
+
+
+def current() -> Any:
+    """This process's session, made with default settings if there is none."""
+    found = _existing()
+    return found if found is not None else init()
+
+
+def _existing() -> Any:
+    if _current is None or getattr(_current, "closed", False):
+        return None
+    if _current_pid != os.getpid():
+        raise RoundPipeError(
+            f"this process was forked from the one with the session (pid {_current_pid}): use it there"
+        )
+    return _current
+
+
+def _adopt(session: Any) -> Any:
+    global _current, _current_pid
+    _current, _current_pid = session, os.getpid()
+    return session
+
+
+def _check_same(session: Any, given: dict[str, Any], known: dict[str, Any]) -> None:
+    config = session.config
+    under_rplaunch = getattr(session, "under_rplaunch", False)
+    for key, value in given.items():
+        has = session.name if key == "name" else config.get("devices_flag" if key == "devices" else key)
+        if has == value or (key == "devices" and _same_devices(value, config)):
+            continue
+        if under_rplaunch:
+            raise ConfigError(
+                f"rp.init({key}={value!r}) conflicts with rplaunch, which has {key} {has!r} "
+                f"(--{known[key].name} or {known[key].variable}): change one of the two"
+            )
+        raise ConfigError(
+            f"rp.init({key}={value!r}): session {session.name} is running with {key} {has!r}; "
+            "call session.close() first, then rp.init(...) with the new settings"
+        )
+
+
+def _same_devices(wanted: str, config: dict[str, Any]) -> bool:
+    """Whether both settings mean the same devices; nothing is probed here."""
+    names = list(config.get("devices", []))
+    text = wanted.strip().lower()
+    if text == "inline" or not names:
+        return bool(text == "inline" and not names)
+    if text == "cuda":
+        return names[0].startswith("cuda") and config.get("devices_flag") in ("auto", "cuda")
+    if text.startswith("cpu"):
+        number = text.partition(":")[2] or "1"
+        return number.isdigit() and names == [f"cpu:{index}" for index in range(int(number))]
+    return names == [f"cuda:{word.removeprefix('cuda:')}" for word in text.split(",")]
+
+
+def _start(words: list[str], given: dict[str, Any]) -> Session:
+    """Start a launcher that watches this process, and attach."""
+    read_fd, write_fd = os.pipe()
+    pid = os.getpid()
+    path = [os.path.abspath(entry) for entry in sys.path]  # "" is the working directory
+    # By its path: a `launcher` beside the script is the user's.
+    main_file = str(Path(__file__).resolve().parent.parent / "launcher" / "__main__.py")
+    command = [
+        sys.executable, main_file, "--watch-pid", str(pid), "--watch-start", str(start_time(pid)),
+        "--ready-fd", str(write_fd), "--sys-path", json.dumps(path), *words,
+    ]  # fmt: skip
+    stderr = 2 if _is_open(2) else subprocess.DEVNULL
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=stderr,  # stdout is the script's alone
+            stderr=stderr,
+            pass_fds=(write_fd,),
+            start_new_session=True,
+        )
+    finally:
+        os.close(write_fd)
+    try:
+        answer = _read_answer(read_fd, process)
+        return _attach(Path(answer["folder"]), process, given)
+    except BaseException:
+        _end_process(process, 0.0)
+        raise
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def _read_answer(read_fd: int, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """The launcher's one line, or the error it stands for."""
+    data = b""
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    try:
+        while not data.endswith(b"\n"):
+            readable, _, _ = select.select([read_fd], [], [], max(0.0, deadline - time.monotonic()))
+            if not readable:
+                raise SessionLost(
+                    f"the launcher said nothing for {_START_TIMEOUT_S:.0f} s (pid {process.pid})"
+                )
+            chunk = os.read(read_fd, 65536)
+            if not chunk:
+                raise SessionLost(
+                    f"the launcher ended at its start, exit code {process.wait(5)}; its error is above"
+                )
+            data += chunk
+    finally:
+        os.close(read_fd)
+    answer: dict[str, Any] = json.loads(data)
+    if "error" in answer:
+        kind = HostMemoryError if answer.get("type") == "HostMemoryError" else ConfigError
+        raise kind(answer["error"])
+    return answer
+
+
+def _attach(folder: Path, process: subprocess.Popen[bytes] | None, given: dict[str, Any]) -> Any:
+    try:
+        body = json.loads((folder / "session.json").read_text())
+    except (OSError, ValueError) as err:
+        raise SessionLost(
+            f"the session {folder.name} has ended ({SESSION_VARIABLE}={folder}): its launcher is gone"
+        ) from err
+    if not body["config"]["devices"]:  # rplaunch --devices inline
+        from rpruntime.inline import InlineSession
+
+        session = InlineSession(body["config"])
+        session.under_rplaunch = True
+        return session
+    return Session(folder, body, process)
+
+
+class Session:
+    """A running session, attached as its controller.
+
+    Public: `name`, `devices`, `folder`, `close()`, context manager. The rest is for the controller: `post`
+    (its mailbox, not thread-safe), `segments`, `config`, `ready` (role -> info), `worker_roles`.
+    """
+
+    def __init__(self, folder: Path, body: dict[str, Any], process: subprocess.Popen[bytes] | None) -> None:
+        self.folder = folder
+        self.name: str = folder.name
+        self.under_rplaunch = process is None
+        self.closed = False
+        self.died: dict[str, str] = {}
+        """Roles whose process has ended, with the reason."""
+        self.backlog: list[Any] = []
+        """Messages that came while the session waited for its processes, for the controller to read first."""
+        self._process = process
+        self._pid = os.getpid()
+        launcher = body["launcher"]
+        try:
+            self.launcher_fd = open_pidfd(launcher["pid"], launcher["start_time"])
+        except ProcessLookupError as err:
+            raise SessionLost(f"the launcher of session {self.name} is gone") from err
+        self._launcher = (launcher["pid"], launcher["start_time"])
+        try:
+            self._lock_fd = _take_controller_place(folder)
+        except BaseException:
+            self._close_launcher_fd()
+            raise
+        try:
+            self.segments = SegmentClient(folder, body["token"], owner="controller.1")
+            public, secret = body["keys"]
+            self.post = Mailbox(folder, "controller", 1, (public, secret))
+        except BaseException:
+            os.close(self._lock_fd)
+            self._close_launcher_fd()
+            raise
+        try:
+            attached = self._ask_for_place()
+        except BaseException:
+            self.post.close()
+            os.close(self._lock_fd)
+            self._close_launcher_fd()
+            raise
+        self.devices: tuple[str, ...] = tuple(attached.devices)
+        self.config: dict[str, Any] = attached.config
+        self.ready: dict[str, dict[str, Any]] = dict(attached.ready)
+        self.worker_roles: tuple[str, ...] = tuple(f"worker-{index}" for index in range(len(self.devices)))
+        atexit.register(self._at_exit)
+
+    def _ask_for_place(self) -> AttachedMsg:
+        self.post.send("launcher", AttachMsg(os.getpid()))
+        deadline = time.monotonic() + _ATTACH_TIMEOUT_S
+        while time.monotonic() < deadline:
+            for msg in self.post.receive(0.1):
+                if isinstance(msg, AttachedMsg):
+                    return msg
+                if isinstance(msg, RefusedMsg):
+                    raise ConfigError(msg.reason)
+                self._note(msg)
+            self._check_launcher()
+        raise SessionLost(f"the launcher of session {self.name} does not answer")
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """All roles of the session's children."""
+        return ("optimizer", *self.worker_roles)
+
+    def launcher_alive(self) -> bool:
+        """Whether the launcher runs."""
+        if self.launcher_fd >= 0:
+            poller = select.poll()
+            poller.register(self.launcher_fd, select.POLLIN)
+            return not poller.poll(0)
+        return start_time(self._launcher[0]) == self._launcher[1]
+
+    def _check_launcher(self) -> None:
+        if not self.launcher_alive():
+            raise SessionLost(f"the launcher of session {self.name} is gone")
+
+    def wait_ready(self, progress: Callable[[list[str], float], None] | None = None) -> None:
+        """Wait until every child takes work. `progress(roles not ready, seconds)` is called about ten times a
+        second.
+
+        Raises:
+            WorkerDied: one ended before; with its reason.
+            SessionLost: the launcher is gone.
+        """
+        began = time.monotonic()
+        while True:
+            if self.died:
+                role, reason = next(iter(self.died.items()))
+                raise WorkerDied(
+                    f"{role} did not start: {reason}; log {Path(self.config['log_dir']) / role}.log"
+                )
+            missing = [role for role in self.roles if role not in self.ready]
+            if not missing:
+                return
+            if progress is not None:
+                progress(missing, time.monotonic() - began)
+            for msg in self.post.receive(0.1):
+                self._note(msg)
+            if not self.died:
+                self._check_launcher()
+
+    def _note(self, msg: Any) -> None:
+        if isinstance(msg, RoleReadyMsg):
+            self.ready[msg.role] = msg.info
+        elif isinstance(msg, RoleDiedMsg):
+            self.died[msg.role] = msg.reason
+            self.ready.pop(msg.role, None)
+        else:
+            self.backlog.append(msg)
+
+    def close(self) -> None:
+        """End the session if this process started it, else only let go of it. A second call does nothing."""
+        if self.closed or os.getpid() != self._pid:
+            return
+        self.closed = True
+        atexit.unregister(self._at_exit)
+        process = self._process
+        if process is not None and process.poll() is None:
+            self.post.send("launcher", ShutdownMsg("the script closed the session"))
+            self.post.flush(1.0)
+        self.post.close()
+        self.segments.close()
+        os.close(self._lock_fd)
+        if process is not None:
+            _end_process(process, _CLOSE_TIMEOUT_S)
+        self._close_launcher_fd()
+
+    def _close_launcher_fd(self) -> None:
+        if self.launcher_fd >= 0:
+            os.close(self.launcher_fd)
+            self.launcher_fd = -1
+
+    def _at_exit(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Session {self.name} on {', '.join(self.devices)}{', closed' if self.closed else ''}>"
+
+
+def _take_controller_place(folder: Path) -> int:
+    """Hold the controller's lock file; its content is our pid.
+
+    A record lock (`lockf`), as it belongs to the process: a forked child neither has it nor can drop it.
+
+    Raises:
+        ConfigError: another process has the place.
+    """
+    fd = os.open(folder / "controller.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as err:
+        holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "another process"
+        os.close(fd)
+        raise ConfigError(
+            f"session {folder.name} is used by process {holder}; one controller at a time "
+            f"(a script started by that process needs {SESSION_VARIABLE} unset to get a session of its own)"
+        ) from err
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    return fd
+
+
+def _end_process(process: subprocess.Popen[bytes], patience_s: float) -> None:
+    """Wait for our launcher; then SIGTERM, then SIGKILL (its children end with it)."""
+    for number, wait_s in ((None, patience_s), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+        if number is not None:
+            process.send_signal(number)
+        try:
+            process.wait(wait_s)
+            return
+        except subprocess.TimeoutExpired:
+            continue

@@ -1,0 +1,92 @@
+"""Arithmetic of an arena: which bytes of its segments are free. Pure; no memory is touched here."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+ALIGNMENT = 256
+"""Every extent starts at a multiple of this, so that kernels and copies see the same alignment everywhere."""
+
+
+def align(nbytes: int) -> int:
+    """`nbytes` rounded up to the alignment; at least one unit, so that extents never share an address."""
+    return max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
+
+
+class Allocator:
+    """Best-fit free lists over several segments.
+
+    Invariant: the free runs of a segment are disjoint, sorted, never adjacent, and together with the live
+    extents cover it exactly.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[str, list[tuple[int, int]]] = {}  # segment -> sorted (offset, nbytes)
+        self._live: dict[tuple[str, int], int] = {}  # (segment, offset) -> nbytes, aligned
+        self._sizes: dict[str, int] = {}
+
+    def add_segment(self, segment: str, nbytes: int) -> None:
+        """Take a new segment of `nbytes` into use."""
+        assert segment not in self._sizes
+        self._sizes[segment] = nbytes
+        self._free[segment] = [(0, nbytes)]
+
+    def remove_segment(self, segment: str) -> None:
+        """Forget a segment without live extents."""
+        assert self._free[segment] == [(0, self._sizes[segment])], f"segment {segment} is in use"
+        del self._free[segment], self._sizes[segment]
+
+    def allocate(self, nbytes: int) -> tuple[str, int] | None:
+        """(segment, offset) of `nbytes` free bytes from the tightest run, or None: no run is long enough."""
+        need = align(nbytes)
+        best: tuple[int, str, int] | None = None
+        for segment, runs in self._free.items():
+            for offset, size in runs:
+                if size >= need and (best is None or size < best[0]):
+                    best = (size, segment, offset)
+                    if size == need:
+                        break
+        if best is None:
+            return None
+        size, segment, offset = best
+        runs = self._free[segment]
+        index = bisect_left(runs, (offset, size))
+        if size == need:
+            del runs[index]
+        else:
+            runs[index] = (offset + need, size - need)
+        self._live[segment, offset] = need
+        return segment, offset
+
+    def free(self, segment: str, offset: int) -> None:
+        """Give an extent back; freeing what is not live is an error of ours."""
+        size = self._live.pop((segment, offset), None)
+        assert size is not None, f"double free of {segment}+{offset}"
+        runs = self._free[segment]
+        insort(runs, (offset, size))
+        index = bisect_left(runs, (offset, size))
+        if index + 1 < len(runs) and offset + size == runs[index + 1][0]:
+            size += runs.pop(index + 1)[1]
+            runs[index] = (offset, size)
+        if index and sum(runs[index - 1]) == offset:
+            runs[index - 1] = (runs[index - 1][0], runs[index - 1][1] + size)
+            del runs[index]
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes in live extents, alignment included."""
+        return sum(self._live.values())
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes in all segments."""
+        return sum(self._sizes.values())
+
+    @property
+    def live_extents(self) -> list[tuple[str, int]]:
+        """(segment, offset) of every live extent."""
+        return list(self._live)
+
+    def empty_segments(self) -> list[str]:
+        """Segments without a live extent."""
+        return [name for name, runs in self._free.items() if runs == [(0, self._sizes[name])]]

@@ -1,0 +1,148 @@
+"""An arena: the memory that one process allocates from, and the view of everybody's memory.
+
+    segment "worker-0.1-3"   |extent|free|extent|extent|free...|     offsets are multiples of 256
+
+Single writer: a process allocates only in its own arena; extents are freed when the controller says so.
+Growing adds a segment, so nothing ever moves and a request fails only when the machine has no memory left.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+
+from rpruntime.store.allocator import Allocator, align
+from rpruntime.store.handle import Extent, TensorHandle
+
+GROWTH_BYTES = 16 << 20
+GROWTH_FRACTION = 8
+"""A segment made for growth has at least 16 MiB and an eighth of the arena, so that segments stay few."""
+
+
+class SegmentSource(Protocol):
+    """Where segments come from: the launcher (shared memory) or this process (inline)."""
+
+    def create(self, nbytes: int) -> tuple[str, mmap.mmap]: ...
+
+    def open(self, segment: str) -> mmap.mmap: ...
+
+    def release(self, segment: str) -> None: ...
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The wire's name of a dtype, "float32" for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of a wire name."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+class Store:
+    """Views of tensors in any process's segments. `on_map` sees each segment's bytes once (workers pin them)."""
+
+    def __init__(self, source: SegmentSource, on_map: Callable[[str, torch.Tensor], None] | None = None) -> None:
+        self._source = source
+        self._on_map = on_map
+        self._segments: dict[str, torch.Tensor] = {}
+
+    def add(self, segment: str, mapping: mmap.mmap) -> torch.Tensor:
+        """Take in a mapping that this process holds already."""
+        memory = torch.frombuffer(mapping, dtype=torch.uint8)
+        self._segments[segment] = memory
+        if self._on_map is not None:
+            self._on_map(segment, memory)
+        return memory
+
+    def segment(self, name: str) -> torch.Tensor:
+        """All bytes of a segment, uint8 [nbytes], mapped at first use."""
+        memory = self._segments.get(name)
+        return self.add(name, self._source.open(name)) if memory is None else memory
+
+    def bytes_of(self, extent: Extent) -> torch.Tensor:
+        """The extent's bytes, uint8 [nbytes]."""
+        return self.segment(extent.segment)[extent.offset : extent.offset + extent.nbytes]
+
+    def tensor(self, handle: TensorHandle) -> torch.Tensor:
+        """The tensor that a handle names: a live view of shared memory, not a copy."""
+        return view(self.bytes_of(handle.extent), handle.offset, handle.shape, handle.dtype, handle.stride)
+
+
+def view(
+    memory: torch.Tensor, offset: int, shape: Iterable[int], dtype: str, stride: Iterable[int] | None = None
+) -> torch.Tensor:
+    """A tensor over bytes: `offset` in bytes into `memory` (uint8), `stride` in elements (default contiguous)."""
+    shape = tuple(shape)
+    typed = dtype_of(dtype)
+    if 0 in shape:
+        return torch.empty(shape, dtype=typed, device=memory.device)
+    if stride is None:
+        stride = contiguous_stride(shape)
+    span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    flat = memory[offset : offset + span * typed.itemsize].view(typed)
+    return flat.as_strided(shape, tuple(stride))
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides in elements of a contiguous tensor."""
+    stride = [1] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        stride[axis] = stride[axis + 1] * max(1, shape[axis + 1])
+    return tuple(stride)
+
+
+class Arena:
+    """This process's own memory: extents for what it writes."""
+
+    def __init__(self, owner: str, source: SegmentSource, store: Store) -> None:
+        self.owner = owner
+        self.store = store
+        self._source = source
+        self._allocator = Allocator()
+
+    def reserve(self, nbytes: int) -> None:
+        """Make one segment of exactly `nbytes` now. Raises HostMemoryError with the machine's figures."""
+        self._grow(nbytes)
+
+    def allocate(self, nbytes: int) -> Extent:
+        """An extent of `nbytes`; the arena grows if it must. Raises HostMemoryError."""
+        place = self._allocator.allocate(nbytes)
+        if place is None:
+            self._grow(max(align(nbytes), GROWTH_BYTES, self._allocator.total_bytes // GROWTH_FRACTION))
+            place = self._allocator.allocate(nbytes)
+            assert place is not None
+        return Extent(self.owner, *place, nbytes)
+
+    def allocate_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> TensorHandle:
+        """Room for a contiguous tensor, alone in its extent."""
+        count = 1
+        for size in shape:
+            count *= size
+        extent = self.allocate(count * dtype.itemsize)
+        return TensorHandle(extent, 0, shape, contiguous_stride(shape), dtype_name(dtype))
+
+    def free(self, extent: Extent) -> None:
+        """Take an extent back."""
+        assert extent.owner == self.owner, f"{extent} is not of {self.owner}"
+        self._allocator.free(extent.segment, extent.offset)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes in use."""
+        return self._allocator.live_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes held from the machine."""
+        return self._allocator.total_bytes
+
+    def _grow(self, nbytes: int) -> None:
+        name, mapping = self._source.create(align(nbytes))
+        self.store.add(name, mapping)
+        self._allocator.add_segment(name, align(nbytes))

@@ -1,0 +1,44 @@
+"""Where parameters lie in a slab. Arithmetic only; the worker and the optimizer must agree on it."""
+
+from __future__ import annotations
+
+from rpruntime.store.allocator import align
+from rpruntime.store.arena import contiguous_stride, dtype_of
+from rpruntime.wire.messages import UnitSpec
+
+
+def tensor_bytes(shape: tuple[int, ...], dtype: str) -> int:
+    """Bytes of a contiguous tensor."""
+    count = dtype_of(dtype).itemsize
+    for size in shape:
+        count *= size
+    return count
+
+
+def packed(shapes: list[tuple[int, ...]], dtypes: list[str]) -> tuple[list[int], int]:
+    """(offsets, total) in bytes of tensors laid one after another at aligned addresses."""
+    offsets, total = [], 0
+    for shape, dtype in zip(shapes, dtypes, strict=True):
+        offsets.append(total)
+        total += align(tensor_bytes(shape, dtype))
+    return offsets, total
+
+
+def gradient_layout(unit: UnitSpec) -> tuple[list[int], int]:
+    """(offsets, total) in bytes of a gradient slab: every parameter in its `grad_dtype`."""
+    return packed([param.shape for param in unit.params], [param.grad_dtype for param in unit.params])
+
+
+def optimizer_dtype(dtype: str) -> str:
+    """dtype of the optimizer copy and of gradient sums: fp32, or wider where the parameter is."""
+    import torch
+
+    return str(torch.promote_types(dtype_of(dtype), torch.float32)).removeprefix("torch.")
+
+
+def optimizer_layout(unit: UnitSpec) -> tuple[list[int], int]:
+    """(offsets, total) in bytes of a unit's optimizer copy (and of its sums)."""
+    return packed([param.shape for param in unit.params], [optimizer_dtype(param.dtype) for param in unit.params])
+
+
+__all__ = ["contiguous_stride", "gradient_layout", "optimizer_dtype", "optimizer_layout", "packed", "tensor_bytes"]

@@ -1,0 +1,151 @@
+"""Sockets of one process: an inbox that every peer may write to, and an outbox to each peer.
+
+    peer A  DEALER ----ipc, CURVE----> ROUTER  this process      one inbox a process, `FOLDER/ROLE.INCARNATION.sock`
+    this    DEALER ----ipc, CURVE----> ROUTER  peer B            one outbox a peer, made at the first send
+
+Messages from one sender to one receiver keep their order. The session's key pair is both the server key and the only
+client key that an inbox accepts (ZAP), so whoever cannot read `session.json` cannot send. No linger: closing
+never waits for a dead peer. Not thread-safe: the owner serialises.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, Protocol
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from rpruntime.wire.codec import ProtocolError, decode, encode
+from rpruntime.wire.messages import ProtocolErrorMsg
+
+log = logging.getLogger(__name__)
+
+MAX_SOCKET_PATH_BYTES = 107
+
+
+def socket_path(folder: Path, role: str, incarnation: int) -> Path:
+    """Path of a role's inbox."""
+    return folder / f"{role}.{incarnation}.sock"
+
+
+def new_keys() -> tuple[str, str]:
+    """A fresh CURVE key pair (public, secret) for a session, as Z85 text."""
+    public, secret = zmq.curve_keypair()
+    return public.decode(), secret.decode()
+
+
+class Post(Protocol):
+    """What the shells need of a mailbox; `inline` sessions have one without sockets."""
+
+    role: str
+
+    def send(self, role: str, msg: Any) -> None: ...
+
+    def receive(self, timeout_s: float = 0.0) -> list[Any]: ...
+
+    def close(self) -> None: ...
+
+
+class _SessionKeyOnly:
+    """Credentials callback for the authenticator: one client key is known."""
+
+    def __init__(self, public: str) -> None:
+        self._public = public.encode()
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._public
+
+
+class Mailbox:
+    """The ZeroMQ mailbox of one process."""
+
+    def __init__(self, folder: Path, role: str, incarnation: int, keys: tuple[str, str]) -> None:
+        self.role = role
+        self._folder = folder
+        self._public, self._secret = (key.encode() for key in keys)
+        self._incarnations: dict[str, int] = {}
+        self._path = socket_path(folder, role, incarnation)
+        self._context = zmq.Context()
+        self._auth = ThreadAuthenticator(self._context, log=logging.getLogger("rpruntime.auth"))
+        self._auth.start()
+        self._auth.configure_curve_callback(domain="*", credentials_provider=_SessionKeyOnly(keys[0]))
+        self._inbox = self._context.socket(zmq.ROUTER)
+        self._inbox.linger = 0
+        self._inbox.rcvhwm = 0
+        self._inbox.curve_server = True
+        self._inbox.curve_publickey = self._public
+        self._inbox.curve_secretkey = self._secret
+        self._inbox.maxmsgsize = 2 << 20
+        self._inbox.bind(f"ipc://{self._path}")
+        self._outboxes: dict[str, zmq.Socket[bytes]] = {}
+
+    def fileno(self) -> int:
+        """Edge-triggered descriptor of the inbox, for select loops (read until empty after each wake)."""
+        return int(self._inbox.getsockopt(zmq.FD))
+
+    def meet(self, role: str, incarnation: int) -> None:
+        """From now on `role` is its `incarnation`-th process; the outbox of an older one is closed."""
+        if self._incarnations.get(role, 1) != incarnation and role in self._outboxes:
+            self._outboxes.pop(role).close()
+        self._incarnations[role] = incarnation
+
+    def send(self, role: str, msg: Any) -> None:
+        """Queue a message for a role; never blocks, and is silent about a dead peer (its death is reported apart)."""
+        if role not in self._outboxes:
+            self._outboxes[role] = self._connect(role)
+        self._outboxes[role].send_multipart([self.role.encode(), *encode(msg)], flags=zmq.NOBLOCK)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether a message comes within `timeout_s`; takes none, so that a lock is needed only for `receive`."""
+        return bool(self._inbox.poll(timeout_s * 1000))
+
+    def receive(self, timeout_s: float = 0.0) -> list[Any]:
+        """All messages that are here, waiting up to `timeout_s` for the first one."""
+        if timeout_s > 0 and not self._inbox.poll(timeout_s * 1000):
+            return []
+        messages = []
+        while True:
+            try:
+                _, sender, *frames = self._inbox.recv_multipart(flags=zmq.NOBLOCK)
+            except zmq.Again:
+                return messages
+            except ValueError:
+                continue
+            try:
+                messages.append(decode(frames))
+            except ProtocolError as err:
+                self._refuse(sender, err)
+
+    def _refuse(self, sender: bytes, err: ProtocolError) -> None:
+        log.warning("message from %r refused: %s", sender[:64], err)
+        role = sender.decode(errors="replace")
+        if role in self._outboxes:
+            self.send(role, ProtocolErrorMsg(self.role, str(err)))
+
+    def _connect(self, role: str) -> zmq.Socket[bytes]:
+        outbox = self._context.socket(zmq.DEALER)
+        outbox.linger = 0
+        outbox.sndhwm = 0
+        outbox.reconnect_ivl = 20
+        outbox.curve_serverkey = self._public
+        outbox.curve_publickey = self._public
+        outbox.curve_secretkey = self._secret
+        outbox.connect(f"ipc://{socket_path(self._folder, role, self._incarnations.get(role, 1))}")
+        return outbox
+
+    def flush(self, timeout_s: float) -> None:
+        """Close the outboxes, giving queued messages up to `timeout_s` to leave."""
+        for outbox in self._outboxes.values():
+            outbox.close(linger=int(timeout_s * 1000))
+        self._outboxes.clear()
+
+    def close(self) -> None:
+        """Close everything at once and remove the inbox's socket file."""
+        self._auth.stop()
+        for outbox in self._outboxes.values():
+            outbox.close(linger=0)
+        self._inbox.close(linger=0)
+        self._context.destroy(linger=0)
+        self._path.unlink(missing_ok=True)

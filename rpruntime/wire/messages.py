@@ -1,0 +1,519 @@
+"""Every message of the protocol, one frozen class each; `docs/protocol.md` describes them and a test compares the two.
+
+Roles are strings: "launcher", "controller", "optimizer", "worker-0"... A *key* names a piece of data:
+
+    ("act", call, microbatch, position)    input of the layer at `position` (position 0: the call's own arguments)
+    ("agrad", call, microbatch, position)  gradients of that input's tensors
+    ("label", call, microbatch)            labels
+    ("buffer", call, microbatch, position) buffers of the layer after that micro-batch's forward
+    ("out", call, microbatch)              output of the last layer, for the controller
+    ("slab", call, slot, position, unit)   summed gradients of one storage unit from one slot
+    ("weights", model, unit, version)      master copy of one storage unit
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rpruntime.store.handle import Extent, Payload, TensorHandle
+from rpruntime.wire.codec import message, struct
+
+PROTOCOL_VERSION = 1
+
+Key = tuple[Any, ...]
+
+
+# --- session life ----------------------------------------------------------------------------------------------
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class HelloMsg:
+    """Child to launcher, its first words: who it is. An old protocol version is refused."""
+
+    role: str
+    incarnation: int
+    pid: int
+    protocol: int = PROTOCOL_VERSION
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class ReadyMsg:
+    """Child to launcher: its device works, it takes tasks. `info`: device name, memory in bytes, threads."""
+
+    role: str
+    incarnation: int
+    info: dict[str, Any]
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class StartFailedMsg:
+    """Child to launcher: it cannot start, in words for the user; it exits right after."""
+
+    role: str
+    incarnation: int
+    reason: str
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class AttachMsg:
+    """Controller to launcher: asks for the controller's place."""
+
+    pid: int
+    protocol: int = PROTOCOL_VERSION
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class AttachedMsg:
+    """Launcher to controller: the place is yours. `ready` holds the `ReadyMsg.info` of the roles ready so far."""
+
+    session: str
+    devices: tuple[str, ...]
+    ready: dict[str, dict[str, Any]]
+    config: dict[str, Any]
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class RefusedMsg:
+    """Launcher to whoever asked for something it does not get, with the reason in words."""
+
+    reason: str
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class RoleReadyMsg:
+    """Launcher to controller: a role has become ready."""
+
+    role: str
+    incarnation: int
+    info: dict[str, Any]
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class RoleDiedMsg:
+    """Launcher to controller: the kernel reported the end of a role's process; `reason` says why, in words."""
+
+    role: str
+    incarnation: int
+    pid: int
+    reason: str
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class ShutdownMsg:
+    """Launcher to child: end now. Controller to launcher: end the session (only of one that it started)."""
+
+    reason: str = ""
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class ProtocolErrorMsg:
+    """To the sender of a message that could not be understood: what was wrong with it."""
+
+    role: str
+    error: str
+
+
+# --- models ----------------------------------------------------------------------------------------------------
+
+
+@struct
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """One parameter in a unit's slab: byte offset, shape and dtype of the master copy."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+    grad_dtype: str
+    group: int
+    """Index of its optimizer group; -1: none."""
+
+
+@struct
+@dataclass(frozen=True, slots=True)
+class UnitSpec:
+    """A storage unit: parameters in one slab, versioned and stepped together (DESIGN "Host store").
+
+    `positions`: the layers that use it, ascending; more than one for a shared parameter.
+    """
+
+    index: int
+    trainable: bool
+    positions: tuple[int, ...]
+    nbytes: int
+    params: tuple[ParamSpec, ...]
+
+
+@struct
+@dataclass(frozen=True, slots=True)
+class CodeObject:
+    """A cloudpickle whose tensors are taken out (a layer, a loss function, an optimizer).
+
+    `tensors[i]` says what tensor i is: ("param", unit, index in the unit), ("buffer", name) or ("constant", handle).
+    """
+
+    data: TensorHandle
+    tensors: tuple[tuple[Any, ...], ...]
+
+
+@struct
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """A position: its name in the model, its module, the units that its parameters live in, whether it has buffers."""
+
+    name: str
+    class_name: str
+    module: CodeObject
+    units: tuple[int, ...]
+    buffers: bool
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class LoadModelMsg:
+    """Controller to workers and optimizer: a model's layout is under `spec` (a pickled `ModelSpec`: it can be large).
+
+    Workers build modules, the optimizer its slabs.
+    """
+
+    model: int
+    spec: TensorHandle
+
+
+@struct
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """All that workers and optimizer need to know of a model."""
+
+    model: int
+    name: str
+    layers: tuple[LayerSpec, ...]
+    units: tuple[UnitSpec, ...]
+    loss_fn: CodeObject | None
+    """None: the last layer's output is the loss."""
+    optimizer: CodeObject | None
+    """(class, attributes) of the user's optimizer; None: gradients are summed and never stepped."""
+    seed: int
+    recompute: str
+    asynchronous: bool
+    python_path: tuple[str, ...]
+    """The script's `sys.path`, for classes that are pickled by reference."""
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class ModelAllocatedMsg:
+    """Optimizer to controller: where the initial weights go. `optim[i]` is None for a frozen unit."""
+
+    model: int
+    master: tuple[Extent, ...]
+    optim: tuple[Extent | None, ...]
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class ModelFilledMsg:
+    """Controller to optimizer: the weights are written; publish version 0."""
+
+    model: int
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class ModelReadyMsg:
+    """Worker or optimizer to controller: it has built its part of the model."""
+
+    model: int
+    role: str
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class UnloadModelMsg:
+    """Controller to workers and optimizer: forget the model; the optimizer frees its slabs."""
+
+    model: int
+
+
+# --- work ------------------------------------------------------------------------------------------------------
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class CallMsg:
+    """Controller to workers, before the tasks of a call: what all its slots share.
+
+    `coefficients[m]` is (numerator, denominator) of the micro-batch's loss; `first_microbatch` counts the
+    iteration's micro-batches before this call (for the seeds); `buffers_from` is the (call, micro-batch) whose
+    buffers the first micro-batch reads; `context` holds the script's autocast, dtype and determinism settings.
+    """
+
+    call: int
+    model: int
+    iteration: int
+    num_microbatches: int
+    first_microbatch: int
+    coefficients: tuple[tuple[float, float], ...]
+    weights: tuple[float, ...]
+    scale: float
+    training: bool
+    has_labels: bool
+    wants_output: bool
+    buffers_from: tuple[int, int]
+    context: dict[str, Any]
+
+
+@struct
+@dataclass(frozen=True, slots=True)
+class SlotTask:
+    """One slot: a stage over a set of micro-batches on one device.
+
+    `kind`: "forward", "fused", "backward" or "infer". `layers` is (start, stop). `publish` lists positions whose
+    inputs this slot publishes, each with the roles that read them; `grad_to` are the readers of the input gradient;
+    `buffer_to` the readers of the buffers that a forward leaves.
+    """
+
+    slot: int
+    call: int
+    model: int
+    kind: str
+    layers: tuple[int, int]
+    microbatches: tuple[int, ...]
+    version: int
+    publish: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    grad_to: tuple[str, ...] = ()
+    buffer_to: tuple[str, ...] = ()
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class TaskMsg:
+    """Controller to worker: append this slot to the queue."""
+
+    task: SlotTask
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class DataReadyMsg:
+    """Peer to peer: the data of `key` can be read under these handles."""
+
+    model: int
+    key: Key
+    payload: Payload
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class WeightsReadyMsg:
+    """Optimizer to workers and controller: version `version` of these units lies in these extents."""
+
+    model: int
+    version: int
+    units: tuple[tuple[int, Extent], ...]
+
+
+@struct
+@dataclass(frozen=True, slots=True)
+class SlabPart:
+    """The gradients that one slot summed for one unit at one position; `present[i]`: parameter i got one."""
+
+    unit: int
+    extent: Extent
+    present: tuple[bool, ...]
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class SlabReadyMsg:
+    """Worker to optimizer: the gradients of a position are in host memory. No part: nothing there got a gradient."""
+
+    model: int
+    call: int
+    slot: int
+    position: int
+    parts: tuple[SlabPart, ...]
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class LossReadyMsg:
+    """Worker to controller: loss and metrics of one micro-batch, unweighted."""
+
+    call: int
+    microbatch: int
+    loss: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class SlotCommittedMsg:
+    """Worker to controller: all that the slot wrote is published; what it read may go.
+
+    `products` are the keys with the extents behind them; `milliseconds` is the compute time of each micro-batch.
+    """
+
+    slot: int
+    role: str
+    products: tuple[tuple[Key, tuple[Extent, ...]], ...]
+    milliseconds: tuple[float, ...]
+
+
+@struct
+@dataclass(frozen=True, slots=True)
+class ErrorInfo:
+    """An exception on its way to the script.
+
+    `pickled` is the exception (b"" if it cannot be pickled), `type_name` and `text` describe it in any case.
+    `frames` are (file, line, function, source) of the user's code, outermost first; `traceback` is the whole text.
+    `microbatch` and `layer` are -1 where they say nothing.
+    """
+
+    pickled: bytes
+    type_name: str
+    text: str
+    traceback: str
+    frames: tuple[tuple[str, int, str, str], ...]
+    phase: str = ""
+    layer: int = -1
+    layer_name: str = ""
+    microbatch: int = -1
+    device: str = ""
+    log_file: str = ""
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class SlotFailedMsg:
+    """Worker to controller: the user's code raised in this slot."""
+
+    slot: int
+    call: int
+    role: str
+    error: ErrorInfo
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class RoleFailedMsg:
+    """Worker or optimizer to controller: an exception outside any slot (loading, stepping). `model` -1: none."""
+
+    role: str
+    model: int
+    error: ErrorInfo
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class ExpectSlabsMsg:
+    """Controller to optimizer: the backward slots of a call as (slot, start, stop) in the order of addition."""
+
+    model: int
+    iteration: int
+    call: int
+    slots: tuple[tuple[int, int, int], ...]
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class StepMsg:
+    """Controller to optimizer: seals the iteration and queues step `step` with these group hyper-parameters."""
+
+    model: int
+    step: int
+    calls: tuple[int, ...]
+    groups: tuple[dict[str, Any], ...]
+    max_grad_norm: float | None
+    loss_scale: float = 1.0
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class SlabDoneMsg:
+    """Optimizer to controller: it has no further use for these gradient slabs (keys without their first element)."""
+
+    slabs: tuple[tuple[int, int, int, int], ...]
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class StepDoneMsg:
+    """Optimizer to controller: version `step + 1` of every unit is published (or about to be, in order)."""
+
+    model: int
+    step: int
+    grad_norm: float
+    skipped: bool
+    seconds: float
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class FreeMsg:
+    """Controller to the owner of extents: nobody needs them any more."""
+
+    extents: tuple[Extent, ...]
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class CancelMsg:
+    """Controller to workers and optimizer: drop calls `first_call` .. `last_call` and their unstepped sums."""
+
+    model: int
+    first_call: int
+    last_call: int
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class CancelledMsg:
+    """Answer to `CancelMsg`: nothing of these calls runs here; `extents` were written for slots without a commit."""
+
+    model: int
+    first_call: int
+    role: str
+    extents: tuple[Extent, ...]
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class DiscardMsg:
+    """Controller to optimizer: the gradients of these calls are not wanted (`zero_grad`)."""
+
+    model: int
+    calls: tuple[int, ...]
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class ReadStateMsg:
+    """Controller to optimizer: asks for "gradients" (of these calls, when summed) or the optimizer's "state"."""
+
+    model: int
+    what: str
+    calls: tuple[int, ...] = ()
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class StateMsg:
+    """Answer to `ReadStateMsg`: (unit, parameter index, name, tensor) rows, to be freed by the controller after use."""
+
+    model: int
+    what: str
+    rows: tuple[tuple[int, int, str, TensorHandle], ...]
+    payload: Payload | None = None

@@ -1,0 +1,1 @@
+"""The GPU worker process: a pure queue machine, the transfers and the execution of stages."""

@@ -1,0 +1,61 @@
+"""`python -m rpruntime.worker`: one GPU worker process, started by the launcher."""
+
+from __future__ import annotations
+
+from rpruntime.process import start_child
+
+child = start_child()  # before the heavy imports: from here on the process ends with its launcher
+
+import time  # noqa: E402
+
+import torch  # noqa: E402
+
+from rpruntime.store.arena import Arena, Store  # noqa: E402
+from rpruntime.wire.messages import ShutdownMsg  # noqa: E402
+from rpruntime.worker.shell import WorkerShell  # noqa: E402
+from rpruntime.worker.transfers import CpuTransfers, CudaTransfers, Transfers  # noqa: E402
+
+IDLE_WAIT_S = 1.0
+COPY_POLL_S = 0.0002
+
+
+def make_transfers(device: str) -> tuple[Transfers, dict[str, object]]:
+    """The device's copies and what the launcher is told about it."""
+    if not device.startswith("cuda"):
+        return CpuTransfers(time.perf_counter), {"device": device, "name": "CPU", "memory_bytes": 0}
+    torch.cuda.init()
+    properties = torch.cuda.get_device_properties(0)  # the launcher lets this process see one device
+    return CudaTransfers(), {"device": device, "name": properties.name, "memory_bytes": properties.total_memory}
+
+
+def main() -> None:
+    """Serve until the launcher says stop or dies."""
+    child.hello()
+    device = child.device
+    torch.set_num_threads(int(child.config["threads_per_worker"]))
+    try:
+        transfers, info = make_transfers(device)
+    except Exception as err:
+        child.start_failed(f"{device} cannot be used: {err}")
+        return
+    pin = None
+    if device.startswith("cuda"):
+        from rpruntime.worker.pinning import pin_segment
+
+        pin = pin_segment
+    store = Store(child.segments, pin)
+    arena = Arena(f"{child.role}.{child.incarnation}", child.segments, store)
+    peers = tuple(f"worker-{index}" for index in range(len(child.config["devices"])))
+    shell = WorkerShell(child.mailbox, arena, transfers, peers, device)
+    child.ready(info)
+    busy = False
+    while True:
+        wait = 0.0 if busy else (COPY_POLL_S if shell.is_waiting_for_copies else IDLE_WAIT_S)
+        messages = child.mailbox.receive(wait)
+        if any(isinstance(msg, ShutdownMsg) for msg in messages):
+            break
+        busy = shell.step(messages)
+    child.mailbox.close()
+
+
+main()

@@ -1,0 +1,49 @@
+"""The script's numeric settings, carried to where the layers run: autocast, default dtype, determinism, TF32."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+def capture() -> dict[str, Any]:
+    """The caller's settings, for `CallMsg.context`."""
+    return {
+        "autocast": tuple(
+            (device, str(torch.get_autocast_dtype(device)).removeprefix("torch."), torch.is_autocast_cache_enabled())
+            for device in _AUTOCAST_DEVICES
+            if torch.is_autocast_enabled(device)
+        ),
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "cudnn": (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32),
+    }
+
+
+@contextlib.contextmanager
+def applied(settings: dict[str, Any]) -> Iterator[None]:
+    """Run a block under captured settings; what was set before is put back."""
+    before = capture()
+    with contextlib.ExitStack() as stack:
+        if any(before[name] != settings[name] for name in before if name in settings):
+            stack.callback(_set, before)
+            _set(settings)
+        stack.enter_context(torch.enable_grad())
+        for device, dtype, cache in settings.get("autocast", ()):
+            stack.enter_context(torch.autocast(device, dtype=getattr(torch, dtype), cache_enabled=cache))
+        yield
+
+
+def _set(settings: dict[str, Any]) -> None:
+    torch.set_default_dtype(getattr(torch, settings["default_dtype"]))
+    torch.use_deterministic_algorithms(settings["deterministic"], warn_only=settings["deterministic_warn_only"])
+    torch.set_float32_matmul_precision(settings["matmul_precision"])
+    cudnn = torch.backends.cudnn
+    cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32 = settings["cudnn"]

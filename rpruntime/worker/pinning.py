@@ -1,0 +1,54 @@
+"""Page-locking shared segments, so that copies run at full speed and beside compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from rpruntime.errors import HostMemoryError
+from rpruntime.store.limits import memlock_problem
+
+MAX_CHUNK_BYTES = 64 << 30
+PAGE_BYTES = 4096
+
+Register = Callable[[int, int], int]
+
+
+def chunks(address: int, nbytes: int, limit: int = MAX_CHUNK_BYTES) -> list[tuple[int, int]]:
+    """(address, bytes) of page-aligned calls of at most `limit` bytes that cover a mapping once (cases: M5)."""
+    assert address % PAGE_BYTES == 0, "mappings start at a page"
+    end = address + -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+    return [(first, min(limit, end - first)) for first in range(address, end, limit)]
+
+
+def register(address: int, nbytes: int) -> int:
+    """`cudaHostRegister`, portable; returns CUDA's code and clears the pending error after a refusal."""
+    runtime = torch.cuda.cudart()
+    code = int(runtime.cudaHostRegister(address, nbytes, 1))
+    if code:
+        runtime.cudaGetLastError() if hasattr(runtime, "cudaGetLastError") else _clear_error()
+    return code
+
+
+def _clear_error() -> None:
+    """A refused registration leaves an error that the next, innocent CUDA call would report."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        pass
+
+
+def pin_segment(name: str, memory: torch.Tensor, call: Register = register) -> None:
+    """Pin a mapped segment.
+
+    Raises:
+        HostMemoryError: CUDA refused; says size, limit and remedy.
+    """
+    for address, nbytes in chunks(memory.data_ptr(), memory.nbytes):
+        code = call(address, nbytes)
+        if code:
+            advice = memlock_problem(memory.nbytes) or "another limit of the driver or of this container"
+            raise HostMemoryError(
+                f"CUDA refused to pin {nbytes / 2**30:.2f} GiB of segment {name} (error {code}): {advice}"
+            )

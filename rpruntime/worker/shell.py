@@ -1,0 +1,149 @@
+"""The worker around its machine: receives, carries instructions out, reports back. It decides nothing."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import deque
+from typing import Any
+
+from rpruntime.store.arena import Arena
+from rpruntime.wire.mailbox import Post
+from rpruntime.wire.codec import unpack_struct
+from rpruntime.wire.messages import LoadModelMsg, ModelSpec, RoleFailedMsg
+from rpruntime.worker import machine as m
+from rpruntime.worker.failures import describe
+from rpruntime.worker.modules import WorkerModel, read_bytes
+from rpruntime.worker.stage import Stage
+from rpruntime.worker.transfers import Transfers
+
+log = logging.getLogger(__name__)
+
+
+class WorkerShell:
+    """One worker: its machine, its models and the stages under way.
+
+    Args:
+        post: its mailbox.
+        arena: its own memory.
+        transfers: copies to and from its device.
+        peers: all workers' roles.
+        device_name: for error messages, "cuda:1".
+    """
+
+    def __init__(self, post: Post, arena: Arena, transfers: Transfers, peers: tuple[str, ...], device_name: str) -> None:
+        self._post = post
+        self._arena = arena
+        self._transfers = transfers
+        self._device_name = device_name
+        self._machine = m.WorkerMachine(post.role, peers)
+        self._models: dict[int, WorkerModel] = {}
+        self._stages: dict[int, Stage] = {}
+        self._finishing: list[Stage] = []
+        self._dropping: list[Stage] = []
+        self._events: deque[Any] = deque()
+        self._carry_out = {
+            m.Send: lambda i: self._post.send(i.role, i.msg),
+            m.BuildModel: lambda i: self._build(i.msg),
+            m.ForgetModel: lambda i: self._models.pop(i.model, None),
+            m.StageWeights: self._stage_weights,
+            m.RunMicrobatch: self._run,
+            m.FinishSlot: self._finish,
+            m.DropSlot: self._drop,
+            m.FreeOwn: lambda i: [self._arena.free(extent) for extent in i.extents],
+        }
+
+    @property
+    def is_waiting_for_copies(self) -> bool:
+        """Whether a copy is under way, so that looking again soon is worth while."""
+        return bool(self._finishing or self._dropping) or any(s.publications for s in self._stages.values())
+
+    def step(self, messages: list[Any]) -> bool:
+        """Take messages in and do what is to be done now; at most one micro-batch. True: something was done."""
+        self._collect()
+        events = [msg for msg in map(self._opened, messages) if self._machine.understands(msg)]
+        events += self._events
+        self._events.clear()
+        instructions = self._machine.handle(*events)
+        for instruction in instructions:
+            self._carry_out[type(instruction)](instruction)
+        return bool(events or instructions)
+
+    def _opened(self, msg: Any) -> Any:
+        if isinstance(msg, LoadModelMsg):
+            return unpack_struct(read_bytes(self._arena.store, msg.spec))
+        return msg
+
+    def _collect(self) -> None:
+        for stage in [*self._stages.values(), *self._finishing]:
+            self._events.extend(stage.take_published())
+        for stage in [stage for stage in self._finishing if not stage.publications]:
+            self._finishing.remove(stage)
+            times = tuple(self._transfers.elapsed_ms(start, end) for start, end in stage.marks)
+            self._events.append(m.SlotDoneEvent(stage.task.slot, times))
+        for stage in self._dropping:
+            stage.take_published()
+        for stage in [stage for stage in self._dropping if not stage.publications and stage.weights_arrived()]:
+            self._dropping.remove(stage)
+            stage.release()
+            self._events.append(m.SlotDroppedEvent(stage.task.slot, tuple(stage.own)))
+
+    def _build(self, msg: ModelSpec) -> None:
+        sys.path.extend(path for path in msg.python_path if path not in sys.path)
+        try:
+            self._models[msg.model] = WorkerModel(msg, self._arena.store, self._transfers.device)
+        except Exception as err:
+            log.exception("building model %s", msg.name)
+            self._post.send(m.CONTROLLER, RoleFailedMsg(self._post.role, msg.model, describe(err, phase="load")))
+            return
+        self._events.append(m.ModelBuiltEvent(msg.model))
+
+    def _stage_weights(self, instruction: m.StageWeights) -> None:
+        store = self._arena.store
+        copies = {
+            unit: self._transfers.upload(store.bytes_of(extent), "weights") for unit, extent in instruction.units.items()
+        }
+        task = instruction.task
+        self._stages[task.slot] = Stage(task, self._models[task.model], self._transfers, self._arena, copies)
+
+    def _run(self, instruction: m.RunMicrobatch) -> None:
+        stage = self._stages[instruction.task.slot]
+        try:
+            stage.run(instruction)
+        except (Exception, SystemExit) as err:
+            self._report(stage, err)
+        else:
+            self._events.append(m.LaunchedEvent())
+
+    def _finish(self, instruction: m.FinishSlot) -> None:
+        stage = self._stages[instruction.task.slot]
+        try:
+            stage.finish()
+        except Exception as err:
+            self._report(stage, err)
+            return
+        del self._stages[instruction.task.slot]
+        self._finishing.append(stage)
+        self._events.append(m.LaunchedEvent())
+
+    def _drop(self, instruction: m.DropSlot) -> None:
+        slot = instruction.task.slot
+        stage = self._stages.pop(slot, None)
+        if stage is None:
+            stage = next(stage for stage in self._finishing if stage.task.slot == slot)
+            self._finishing.remove(stage)
+        self._dropping.append(stage)
+
+    def _report(self, stage: Stage, err: BaseException) -> None:
+        place = stage.place
+        layer = self._models[stage.task.model].msg.layers[place.layer] if place.layer >= 0 else None
+        log.error("slot %s failed in %s", stage.task.slot, place, exc_info=err)
+        error = describe(
+            err,
+            phase=place.phase,
+            layer=place.layer,
+            layer_name="" if layer is None else f"{layer.name} ({layer.class_name})",
+            microbatch=place.microbatch,
+            device=self._device_name,
+        )
+        self._events.append(m.SlotFailedEvent(stage.task.slot, error))

@@ -1,0 +1,66 @@
+"""A fake worker or optimizer: the life of a real one, without torch. FAKE_* variables choose its faults."""
+
+import logging
+import os
+import signal
+import sys
+import time
+
+from rpruntime.process import start_child
+
+child = start_child()
+
+from rpruntime.wire.messages import ShutdownMsg  # noqa: E402
+
+log = logging.getLogger("fake")
+
+
+def chosen(name: str) -> str | None:
+    """The value of FAKE_name, if it is meant for this role ("worker-0=value", or "value" for all)."""
+    value = os.environ.get(f"FAKE_{name}")
+    if value is None:
+        return None
+    role, equals, rest = value.partition("=")
+    if not equals:
+        return value
+    return rest if role == child.role else None
+
+
+def main() -> None:
+    log.info("started on %s, sees %r", child.device, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    child.hello()
+    if chosen("EXIT_EARLY"):
+        print("something printed before the end")
+        sys.exit(int(chosen("EXIT_EARLY")))
+    if chosen("KILL_EARLY"):
+        os.kill(os.getpid(), int(chosen("KILL_EARLY")))
+    if chosen("START_FAILED"):
+        child.start_failed(chosen("START_FAILED"))
+    if chosen("NEVER_READY"):
+        time.sleep(3600)
+    mapping = None
+    if chosen("SEGMENT"):
+        _, mapping = child.segments.create(int(chosen("SEGMENT")))
+        mapping[:4] = b"abcd"
+    child.ready(
+        {"device": child.device, "visible": os.environ.get("CUDA_VISIBLE_DEVICES"), "pid": os.getpid()}
+    )
+    if chosen("EAT"):
+        eaten = []
+        while True:
+            eaten.append(b"x" * (8 << 20))
+    if chosen("STUBBORN") == "ask":
+        time.sleep(3600)
+    if chosen("STUBBORN") == "term":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            time.sleep(3600)
+    while True:
+        for msg in child.mailbox.receive(0.5):
+            if isinstance(msg, ShutdownMsg):
+                log.info("asked to end: %s", msg.reason)
+                child.mailbox.close()
+                return
+
+
+main()
