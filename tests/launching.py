@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from leaks import Watch, wait_until
 
 from rpruntime.store.limits import cgroup_folders
+from tests.leaks import Watch, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent
 FAKE_CHILD = f"{sys.executable} {ROOT / 'tests' / 'fakes' / 'child.py'}"
@@ -53,6 +53,7 @@ class Run:
                 stderr=err,
                 start_new_session=True,
             )
+        watch.started.append(self.popen)
         self._folder: Path | None = None
 
     @property
@@ -128,6 +129,8 @@ def rplaunch(
     tmp_path: Path, watch: Watch, script: str, *words: str, flags: tuple[str, ...] = (), **environ: str
 ) -> Run:
     """Start `rplaunch flags script words`."""
+    tmp_path.mkdir(parents=True, exist_ok=True)
+    tmp_path.mkdir(parents=True, exist_ok=True)
     file = tmp_path / "train.py"
     file.write_text(script)
     return Run(tmp_path, watch, [*LAUNCH, *flags, str(file), *words], **environ)
@@ -135,6 +138,8 @@ def rplaunch(
 
 def plain_python(tmp_path: Path, watch: Watch, script: str, *words: str, **environ: str) -> Run:
     """Start `python script words`."""
+    tmp_path.mkdir(parents=True, exist_ok=True)
+    tmp_path.mkdir(parents=True, exist_ok=True)
     file = tmp_path / "train.py"
     file.write_text(script)
     return Run(tmp_path, watch, [sys.executable, str(file), *words], **environ)

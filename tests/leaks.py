@@ -1,4 +1,4 @@
-"""The leak check that every test with real processes ends with: processes, sockets, shared memory, descriptors.
+"""The leak check at the end of every test with real processes: processes, sockets, memory, descriptors.
 
 with no_leaks() as watch:
     run = subprocess.run(command, env={**os.environ, **watch.environ})
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -40,7 +41,7 @@ def processes_with(variable: str, value: str) -> dict[int, str]:
 
 
 def segment_holders(launcher_pid: int) -> dict[int, str]:
-    """Processes that still map or hold a segment made by this launcher (segments have no names, their files do)."""
+    """Processes that still map or hold a segment of this launcher (nameless, but /proc shows what it was)."""
     part = f"/rpruntime-{os.getuid()}-{launcher_pid}-"
     found = {}
     for entry in Path("/proc").iterdir():
@@ -67,11 +68,13 @@ def open_descriptors() -> int:
 
 @dataclass
 class Watch:
-    """What is watched. `environ` marks all processes of a run; folders and launchers are added as they are known."""
+    """What is watched. `environ` marks a run's processes; folders and launchers are added once known."""
 
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     folders: set[Path] = field(default_factory=set)
     launchers: set[int] = field(default_factory=set)
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    """Processes of the test's own, to be collected at the end."""
 
     @property
     def environ(self) -> dict[str, str]:
@@ -129,6 +132,8 @@ def no_leaks(
     before = open_descriptors()
     watch = Watch()
     yield watch
+    for popen in watch.started:
+        popen.wait(within_s)
     assert_no_leaks(watch, within_s=within_s, allow=allow, sockets=sockets)
     if descriptors:
         wait_until(

@@ -11,10 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import LAUNCH, ROOT, WAIT_READY, Run, plain_python, rplaunch
-from leaks import no_leaks, processes_with, wait_until
 
-STAYS = WAIT_READY + """
+from rpruntime.process import start_time
+from tests.launching import LAUNCH, ROOT, WAIT_READY, Run, plain_python, rplaunch
+from tests.leaks import no_leaks, processes_with, wait_until
+
+STAYS = (
+    WAIT_READY
+    + """
 import os, time
 segment, memory = session.segments.create(1 << 20)
 memory[:4] = b"abcd"
@@ -36,6 +40,7 @@ try:
 except SessionLost as err:
     print("lost:", err, bytes(memory[:4]), flush=True)
 """
+)
 
 
 def _kill(pid: int) -> None:
@@ -51,7 +56,7 @@ def test_launcher_is_killed(tmp_path: Path, how) -> None:
         run.wait_for("loaders")
         children = run.wait_children()
         _kill(run.session()["launcher"]["pid"])
-        wait_until(lambda: not any(Path(f"/proc/{pid}/cwd").exists() for pid in children.values()), 5.0, "children")
+        wait_until(lambda: all(start_time(pid) is None for pid in children.values()), 5.0, "children end")
         run.wait_for("lost: the launcher of session", 5.0)
         assert "b'abcd'" in run.out
         folder = run.folder
@@ -118,7 +123,9 @@ def test_process_of_the_script_is_not_ours(tmp_path: Path) -> None:
 
 
 def test_children_inherit_no_descriptor_of_others(tmp_path: Path) -> None:
-    script = WAIT_READY + """
+    script = (
+        WAIT_READY
+        + """
 import os
 for info in session.ready.values():
     for fd in os.listdir(f"/proc/{info['pid']}/fd"):
@@ -126,6 +133,7 @@ for info in session.ready.values():
         if int(fd) > 2 and ("pipe" in target or "rpruntime-" in target):
             print(target)
 """
+    )
     with no_leaks() as watch:
         run = rplaunch(tmp_path, watch, script)
         assert run.wait() == 0, run.err
@@ -158,8 +166,10 @@ def test_two_runs_in_the_same_second(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs a mount namespace and another uid")
 def test_file_of_another_user_in_place(tmp_path: Path) -> None:
-    prepare = 'mount -t tmpfs tmpfs /tmp && touch /tmp/rpruntime-0 && chown 12345 /tmp/rpruntime-0 && exec
-    "$@"' script = ROOT / "tests" / "fakes" / "use_session.py" with no_leaks() as watch:
+    blocked = "touch /tmp/rpruntime-0 && chown 12345 /tmp/rpruntime-0"
+    prepare = f'mount -t tmpfs tmpfs /tmp && {blocked} && exec "$@"'
+    script = ROOT / "tests" / "fakes" / "use_session.py"
+    with no_leaks() as watch:
         run = Run(tmp_path, watch, ["unshare", "-m", "sh", "-c", prepare, "sh", *LAUNCH, str(script)])
         code = run.wait()
         if "ot permitted" in run.err:
@@ -172,8 +182,11 @@ def test_file_of_another_user_in_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["long", "space", "not writable", "missing"])
 def test_temporary_folder_does_not_matter(tmp_path: Path, kind: str) -> None:
     folder = {
-        "long": tmp_path / ("x" * 150), "space": tmp_path / "a b", "missing": tmp_path / "none", "not writable": Path("/proc"),
-    }[kind]  # fmt: skip
+        "long": tmp_path / ("x" * 150),
+        "space": tmp_path / "a b",
+        "missing": tmp_path / "none",
+        "not writable": Path("/proc"),
+    }[kind]
     if kind in ("long", "space"):
         folder.mkdir()
     with no_leaks() as watch:
@@ -185,22 +198,28 @@ def test_temporary_folder_does_not_matter(tmp_path: Path, kind: str) -> None:
 
 
 def test_two_controllers(tmp_path: Path) -> None:
-    script = WAIT_READY + """
+    script = (
+        WAIT_READY
+        + """
 import subprocess, sys
-done = subprocess.run([sys.executable, "-c", "import rpruntime.session as s; s.current()"],
-capture_output=True, text=True) print(done.stderr.splitlines()[-1]) session.segments.create(100)
+code = "import rpruntime.session as s; s.current()"
+done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+print(done.stderr.splitlines()[-1])
+session.segments.create(100)
 """
+    )
     with no_leaks() as watch:
         run = rplaunch(tmp_path, watch, script)
         assert run.wait() == 0, run.err
-        assert re.search(r"ConfigError: session \S+ is used by process \d+; one controller at a time",
-        run.out)
+        assert re.search(
+            r"ConfigError: session \S+ is used by process \d+; one controller at a time", run.out
+        )
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs a mount namespace")
 @pytest.mark.slow
 def test_kill_at_twenty_moments(tmp_path: Path) -> None:
-    """M2: SIGKILL to every process of a run at once, start-up included; /dev/shm is as before, a live run unharmed."""
+    """M2: SIGKILL to all processes of a run at once, start-up included; a live run is unharmed."""
     prepare = 'mount -t tmpfs -o size=512m tmpfs /dev/shm && exec "$@"'
     driver = ROOT / "tests" / "fakes" / "kill_moments.py"
     done = subprocess.run(

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import LAUNCH, ROOT, WAIT_READY, Run, rplaunch
-from leaks import no_leaks
+
+from tests.launching import LAUNCH, ROOT, WAIT_READY, Run, rplaunch
+from tests.leaks import no_leaks
 
 REST = ["--r=16", "--help", "-n", "2", "--num-gpus", "3", "--", "x"]
 TELL = """
@@ -80,7 +81,14 @@ def test_exit_code_and_output(tmp_path: Path, script: str, code: int) -> None:
 
 
 def test_traceback_has_no_line_of_ours(tmp_path: Path) -> None:
-    script = "def f():\n    return 1 / 0\ntry:\n    f()\nexcept ZeroDivisionError as err:\n    raise ValueError('x') from err\n"
+    script = """
+def f():
+    return 1 / 0
+try:
+    f()
+except ZeroDivisionError as err:
+    raise ValueError("x") from err
+"""
     with no_leaks() as watch:
         run = rplaunch(tmp_path, watch, script, flags=("--devices=inline", "-q"))
         assert run.wait() == 1
@@ -145,11 +153,7 @@ def test_first_lines_and_quiet(tmp_path: Path) -> None:
             r"devices  cpu:0, cpu:1 \| host .* GiB.*, shared memory .* free, memlock .*, \d+ cores", second
         )
         assert run.out == "out\n"
-        run = (
-            rplaunch(tmp_path / "q", watch, WAIT_READY, flags=("-q",))
-            if (tmp_path / "q").mkdir() is None
-            else run
-        )
+        run = rplaunch(tmp_path / "q", watch, WAIT_READY, flags=("-q",))
         assert run.wait() == 0
         assert run.err == ""
 
@@ -178,7 +182,7 @@ def test_dry_run_help_version(tmp_path: Path) -> None:
 
 
 def test_user_files_with_our_names_do_no_harm(tmp_path: Path) -> None:
-    """A launcher.py, session.py or random.py beside the script or in the working directory is the user's own."""
+    """A launcher.py or session.py beside the script or in the working directory is the user's own."""
     for name in ("launcher", "session", "flags", "devices", "supervisor", "signal"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('imported the user\\'s file')")
     (tmp_path / "scripts").mkdir()

@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import LAUNCH, WAIT_READY, Run, plain_python, rplaunch, small_cgroup
-from leaks import no_leaks, wait_until
+
+from tests.launching import LAUNCH, WAIT_READY, Run, plain_python, rplaunch, small_cgroup
+from tests.leaks import no_leaks, wait_until
 
 SAVES = f"""
 try:
@@ -92,7 +93,9 @@ def test_interrupt_of_rplaunch_alone_reaches_the_script(tmp_path: Path) -> None:
 
 
 def test_later_interrupt_ends_everything(tmp_path: Path) -> None:
-    script = WAIT_READY + """
+    script = (
+        WAIT_READY
+        + """
 import time
 print("ready", flush=True)
 while True:
@@ -101,6 +104,7 @@ while True:
     except KeyboardInterrupt:
         print("refused", flush=True)
 """
+    )
     with no_leaks() as watch:
         run = rplaunch(tmp_path, watch, script, FAKE_STUBBORN="term")
         run.wait_for("ready")
@@ -115,7 +119,9 @@ while True:
 
 
 def test_terminate_runs_the_scripts_handler_with_children_alive(tmp_path: Path) -> None:
-    script = WAIT_READY + """
+    script = (
+        WAIT_READY
+        + """
 import os, signal, sys, time
 pids = [info["pid"] for info in session.ready.values()]
 def save(number, frame):
@@ -129,6 +135,7 @@ print("ready", flush=True)
 while True:
     time.sleep(0.01)
 """
+    )
     with no_leaks() as watch:
         run = rplaunch(tmp_path, watch, script)
         run.wait_for("ready")
@@ -138,7 +145,12 @@ while True:
 
 
 def test_terminate_is_forced_after_the_grace(tmp_path: Path) -> None:
-    script = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('on', flush=True)\ntime.sleep(60)"
+    script = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("on", flush=True)
+time.sleep(60)
+"""
     with no_leaks() as watch:
         run = rplaunch(tmp_path, watch, script, flags=("--shutdown-timeout=0.5",))
         run.wait_for("on")
@@ -167,7 +179,9 @@ while True:
         assert run.wait() == 6
 
 
-WAITS_FOR_A_DEATH = WAIT_READY + """
+WAITS_FOR_A_DEATH = (
+    WAIT_READY
+    + """
 from rpruntime.wire.messages import RoleDiedMsg
 print("ready", flush=True)
 died = []
@@ -175,6 +189,7 @@ while not died:
     died = [msg for msg in session.post.receive(0.5) if isinstance(msg, RoleDiedMsg)]
 print(died[0].role, died[0].pid, died[0].reason, flush=True)
 """
+)
 
 
 @pytest.mark.parametrize(
@@ -280,9 +295,9 @@ def test_interrupts_at_random_moments(tmp_path: Path) -> None:
     rng = random.Random(0)
     for count in range(15):
         with no_leaks() as watch:
-            run = rplaunch(tmp_path / str(count), watch, SAVES) if (tmp_path / str(count)).mkdir() is None
-            else None assert run is not None wait_until(lambda: _catches_interrupts(run.popen.pid), 5.0)  #
-            noqa: B023 time.sleep(rng.random())
+            run = rplaunch(tmp_path / str(count), watch, SAVES)
+            wait_until(lambda: _catches_interrupts(run.popen.pid), 5.0)  # noqa: B023
+            time.sleep(rng.random())
             _interrupt(run, rng.choice([1, 2, 5]))
             assert run.wait() == 130, run.err
             assert run.out.count("saved") == run.out.count("handler") <= 1

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import small_cgroup
 
 from rpruntime.errors import HostMemoryError
 from rpruntime.store.limits import (
@@ -20,6 +19,7 @@ from rpruntime.store.limits import (
     read_cgroup,
     read_host_memory,
 )
+from tests.launching import small_cgroup
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMY = HostMemory(64 * GIB, 60 * GIB, None, 0, 128 * GIB, 100 * GIB)

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import msgpack
 import pytest
-from leaks import open_descriptors, shm_names, wait_until
 
 from rpruntime.errors import HostMemoryError, RoundPipeError, SessionLost
 from rpruntime.store import fdsock
@@ -29,6 +28,7 @@ from rpruntime.store.segments import (
     make_segment,
     remove_stale_names,
 )
+from tests.leaks import open_descriptors, shm_names, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMY = HostMemory(64 * GIB, 60 * GIB, None, 0, 128 * GIB, 100 * GIB)
@@ -132,7 +132,7 @@ def test_reservation_fails(monkeypatch: pytest.MonkeyPatch, number: int) -> None
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root for a mount namespace")
 @pytest.mark.parametrize("believe", ["statvfs", "wrong figures"])
 def test_real_small_mount(tmp_path: Path, believe: str) -> None:
-    """M1: 64 MiB of /dev/shm and 200 MiB wanted: an error with figures, no SIGBUS, nothing left in the mount."""
+    """M1: 64 MiB of /dev/shm, 200 MiB wanted: an error with figures, no SIGBUS, nothing left in the mount."""
     code = f"""
 import os, sys
 sys.path.insert(0, {str(ROOT)!r})

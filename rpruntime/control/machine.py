@@ -112,6 +112,8 @@ class _Model:
     """Published versions of each unit that are still readable, ascending; the last is the newest."""
     cancel: _Cancel | None = None
     cancel_waits_for: set[str] = field(default_factory=set)
+    cancel_extents: tuple[Extent, ...] = ()
+    """Written for cancelled slots; a peer may read them until everybody has answered."""
 
     def version_read(self) -> int:
         """The version that the open iteration reads (staleness 1 when asynchronous)."""
@@ -314,6 +316,7 @@ class ControllerMachine:
             has_labels=any(label is not None for label in event.labels),
             wants_output=event.wants_output,
             buffers_from=tasks.buffers_from,
+            buffers_kept=min(iteration.buffers_from[0] for iteration in model.iterations.values()),
             context=event.context,
         )
         for worker in self.workers:
@@ -355,7 +358,8 @@ class ControllerMachine:
             self._drop(key)
         call = self._calls[task.call]
         call.open_slots.discard(msg.slot)
-        if not call.open_slots:
+        cancel = self._models[task.model].cancel
+        if not call.open_slots and (cancel is None or not cancel.first_call <= task.call <= cancel.last_call):
             self._finish_call(task.call, call)
 
     def _finish_call(self, number: int, call: _Call) -> None:
@@ -462,7 +466,7 @@ class ControllerMachine:
     def _on_cancelled(self, msg: CancelledMsg) -> None:
         model = self._models[msg.model]
         model.cancel_waits_for.discard(msg.role)
-        self._free(msg.extents)
+        model.cancel_extents += msg.extents
         if model.cancel is not None and not model.cancel_waits_for:
             self._clear_cancelled(msg.model, model, model.cancel)
 
@@ -480,6 +484,8 @@ class ControllerMachine:
         for call in calls:
             del self._calls[call]
         self._early_slabs = {key for key in self._early_slabs if key[1] not in calls}
+        self._free(model.cancel_extents)
+        model.cancel_extents = ()
         model.cancel = None
         self._out.append(FinishCancel(number, model.iteration))
 

@@ -109,7 +109,6 @@ class _Planner:
         return tuple(m for m in slot.microbatches if self._event.weights[m] != 0)
 
     def _task(self, number: int, slot: Slot) -> SlotTask:
-        first = slot.microbatches[0]
         call = self._event.call
         publish = []
         grad_to: tuple[str, ...] = ()
@@ -119,7 +118,9 @@ class _Planner:
                 grad_to = self._roles_reading(("agrad", call, active[0], slot.layers.start))
         if slot.kind != "backward":
             for position in range(slot.layers.start + 1, slot.layers.stop + 1):
-                roles = self._roles_reading(("act", call, first, position), besides=number)
+                # one of weight 0 has fewer readers than the others
+                keys = [("act", call, m, position) for m in slot.microbatches]
+                roles = self._roles_reading(*keys, besides=number)
                 if roles:
                     publish.append((position, roles))
         return SlotTask(
@@ -144,10 +145,11 @@ class _Planner:
             if position in self._buffered
             for m in slot.microbatches
         ]
-        return tuple(dict.fromkeys(role for key in keys for role in self._roles_reading(key, besides=number)))
+        return self._roles_reading(*keys, besides=number)
 
-    def _roles_reading(self, key: Key, besides: int = 0) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(self._roles[number] for number in self._readers.get(key, ()) if number != besides))
+    def _roles_reading(self, *keys: Key, besides: int = 0) -> tuple[str, ...]:
+        readers = [number for key in keys for number in self._readers.get(key, ()) if number != besides]
+        return tuple(dict.fromkeys(self._roles[number] for number in readers))
 
     def _reads(self, slot: Slot) -> list[Key]:
         call, start, stop = self._event.call, slot.layers.start, slot.layers.stop

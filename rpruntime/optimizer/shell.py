@@ -81,8 +81,12 @@ class OptimizerShell:
         return bool(self._todo)
 
     def _happened(self, event: Any) -> None:
-        # what follows from an event comes before what waits: a published unit is awaited, the next one is not
-        self._todo.extendleft(reversed(self._machine.handle(event)))
+        """What an instruction has led to: messages that come first (a published unit is awaited) go out at once, the
+        rest waits behind what is queued already, in order."""
+        following = deque(self._machine.handle(event))
+        while following and isinstance(following[0], m.Send):
+            self._carry_out[m.Send](following.popleft())
+        self._todo.extend(following)
 
     def _unit(self, model: int, unit: int) -> Unit:
         found = self._models[model].units[unit]

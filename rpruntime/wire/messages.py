@@ -255,6 +255,7 @@ class UnloadModelMsg:
 class CallMsg:
     """Controller to workers, before the tasks of a call: what all its slots share.
 
+    `buffers_kept`: buffers of calls before this one are never read again (what a rewound iteration starts from is not).
     `coefficients[m]` is (numerator, denominator) of the micro-batch's loss; `first_microbatch` counts the
     iteration's micro-batches before this call (for the seeds); `buffers_from` is the (call, micro-batch) whose
     buffers the first micro-batch reads; `context` holds the script's autocast, dtype and determinism settings.
@@ -272,6 +273,7 @@ class CallMsg:
     has_labels: bool
     wants_output: bool
     buffers_from: tuple[int, int]
+    buffers_kept: int
     context: dict[str, Any]
 
 

@@ -265,12 +265,11 @@ class WorkerMachine:
         self._calls = {number: call for number, call in self._calls.items() if number in used}
         self._calls[msg.call] = msg
         self._newest_call = msg.call
-        self._data = {key: payload for key, payload in self._data.items() if key[1] in self._calls}
+        self._data = {k: payload for k, payload in self._data.items() if k[1] in self._calls or k[1] > msg.call}
         self._prune_buffers(msg.model)
 
     def _prune_buffers(self, model: int) -> None:
-        """Buffers older than what the oldest call here starts from are never read again."""
-        oldest = min(call.buffers_from[0] for call in self._calls.values() if call.model == model)
+        oldest = min(call.buffers_kept for call in self._calls.values() if call.model == model)
         held = self._buffers[model]
         self._buffers[model] = {key: payload for key, payload in held.items() if key[1] >= oldest}
 
@@ -422,7 +421,8 @@ class WorkerMachine:
 
     def _on_failed(self, event: SlotFailedEvent) -> None:
         progress = self._open.get(event.slot)
-        if progress is None:
+        if progress is None:  # cancelled while it ran
+            self._busy = None
             return
         progress.failed = True
         self._send(CONTROLLER, SlotFailedMsg(event.slot, progress.task.call, self.role, event.error))

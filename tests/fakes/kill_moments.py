@@ -1,5 +1,6 @@
 """Case M2, run inside a mount namespace with a /dev/shm of its own: kills whole runs at 20 moments."""
 
+import contextlib
 import os
 import random
 import signal
@@ -7,10 +8,10 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from launching import WAIT_READY, rplaunch
-from leaks import MARK, Watch, processes_with, wait_until
+from tests.launching import WAIT_READY, rplaunch
+from tests.leaks import MARK, Watch, processes_with, wait_until
 
 MIB = 1 << 20
 SCRIPT = (
@@ -36,15 +37,13 @@ def used() -> int:
 
 
 def kill_all(watch: Watch) -> None:
-    """SIGKILL to everything of one run, again until nothing is left (something may just have been started)."""
+    """SIGKILL to everything of one run, again until nothing is left."""
 
     def again() -> bool:
         found = processes_with(MARK, watch.mark)
         for pid in found:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         return not found
 
     wait_until(again, 5.0, "all killed")

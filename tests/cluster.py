@@ -1,0 +1,452 @@
+"""A session of pure machines: no process, no tensor, a network that delivers in any order that real links allow.
+
+Memory is a table of extents with a description of what was written there, so that every read is checked: it must be
+live and hold exactly what the reader believes. Freed extents are never given out again, so a late reader is caught.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import defaultdict, deque
+from typing import Any
+
+from rpruntime.control import events as ev
+from rpruntime.control.machine import ControllerMachine
+from rpruntime.optimizer import machine as om
+from rpruntime.schedule.plan import ExecutionPlan
+from rpruntime.store.handle import Extent, Payload, TensorHandle
+from rpruntime.wire import messages as msgs
+from rpruntime.worker import machine as wm
+
+
+class Memory:
+    """Extents and what was written there."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self.live: dict[Extent, Any] = {}
+
+    def write(self, owner: str, content: Any) -> Extent:
+        extent = Extent(owner, f"{owner}-1", next(self._numbers) * 256, 1)
+        self.live[extent] = content
+        return extent
+
+    def check(self, extent: Extent, content: Any) -> None:
+        assert extent in self.live, f"{extent} was freed while {content} was still to be read"
+        assert self.live[extent] == content, f"found {self.live[extent]} where {content} was expected"
+
+    def free(self, extent: Extent, owner: str) -> None:
+        assert extent.owner == owner, f"{owner} was told to free {extent}"
+        assert self.live.pop(extent, None) is not None, f"double free of {extent}"
+
+
+def payload(*extents: Extent) -> Payload:
+    return Payload(b"", tuple(TensorHandle(e, 0, (1,), (1,), "float32") for e in extents), (True,) * len(extents))
+
+
+class Worker:
+    """A worker machine with a shell that moves descriptions around and finishes its copies in any order."""
+
+    def __init__(self, role: str, peers: tuple[str, ...], cluster: Cluster) -> None:
+        self.role, self.owner = role, f"{role}.1"
+        self.machine = wm.WorkerMachine(role, peers)
+        self.cluster = cluster
+        self.ready: list[Any] = []
+        """Events that the shell can deliver now, in any order."""
+        self.copies: dict[int, list[Any]] = defaultdict(list)
+        self.own: dict[int, list[Extent]] = defaultdict(list)
+        self.finished: dict[int, wm.FinishSlot] = {}
+        self.dropped: set[int] = set()
+        self.staged: dict[int, dict[int, Extent]] = {}
+
+    def handle(self, *events: Any) -> None:
+        for instruction in self.machine.handle(*events):
+            getattr(self, f"_{type(instruction).__name__}")(instruction)
+
+    def choices(self) -> list[Any]:
+        found: list[Any] = [("event", event) for event in self.ready]
+        found += [("copy", slot, event) for slot, events in self.copies.items() for event in events]
+        found += [("done", slot) for slot in self.finished if not self.copies[slot]]
+        found += [("gone", slot) for slot in self.dropped if not self.copies[slot]]
+        return found
+
+    def act(self, choice: Any) -> None:
+        kind, *rest = choice
+        if kind == "event":
+            self.ready.remove(rest[0])
+            self.handle(rest[0])
+        elif kind == "copy":
+            slot, event = rest
+            self.copies[slot].remove(event)
+            if slot not in self.dropped:
+                self.handle(event)
+        elif kind == "done":
+            self.finished.pop(rest[0])
+            self.copies.pop(rest[0])
+            self.handle(wm.SlotDoneEvent(rest[0], ()))
+        else:
+            self.dropped.remove(rest[0])
+            self.copies.pop(rest[0], None)
+            self.handle(wm.SlotDroppedEvent(rest[0], tuple(self.own.pop(rest[0], ()))))
+
+    def _Send(self, i: wm.Send) -> None:
+        self.cluster.post(self.role, i.role, i.msg)
+
+    def _BuildModel(self, i: wm.BuildModel) -> None:
+        self.ready.append(wm.ModelBuiltEvent(i.msg.model))
+
+    def _ForgetModel(self, i: wm.ForgetModel) -> None:
+        pass
+
+    def _FreeOwn(self, i: wm.FreeOwn) -> None:
+        for extent in i.extents:
+            self.cluster.memory.free(extent, self.owner)
+
+    def _StageWeights(self, i: wm.StageWeights) -> None:
+        assert i.task.slot not in self.staged
+        self.staged[i.task.slot] = i.units
+        assert len(self.staged) <= wm.STAGED_SLOTS
+        self._check_weights(i.task)
+
+    def _check_weights(self, task: msgs.SlotTask) -> None:
+        for unit, extent in self.staged[task.slot].items():
+            spec = self.cluster.spec(task.model).units[unit]
+            version = task.version if spec.trainable else 0
+            self.cluster.memory.check(extent, ("weights", task.model, unit, version))
+
+    def _write(self, slot: int, content: Any) -> Extent:
+        extent = self.cluster.memory.write(self.owner, content)
+        self.own[slot].append(extent)
+        return extent
+
+    def _RunMicrobatch(self, i: wm.RunMicrobatch) -> None:
+        task, m, memory = i.task, i.microbatch, self.cluster.memory
+        self._check_weights(task)
+        for key, found in i.inputs.items():
+            for extent in found.extents():
+                memory.check(extent, key)
+        if task.slot in self.cluster.failing:
+            self.ready.append(wm.SlotFailedEvent(task.slot, ERROR))
+            return
+        self.cluster.ran.append((task.call, task.kind, m, task.layers))
+        start, stop = task.layers
+        out = self.copies[task.slot]
+
+        def publish(key: msgs.Key) -> None:
+            extent = self._write(task.slot, key)
+            out.append(wm.PublishedEvent(task.slot, key, payload(extent), (extent,)))
+
+        for position, _ in task.publish:
+            publish(("act", task.call, m, position))
+        if task.grad_to:
+            if i.call.weights[m]:
+                publish(("agrad", task.call, m, start))
+        if task.kind in ("forward", "fused"):
+            for position in range(start, stop):
+                if self.cluster.spec(task.model).layers[position].buffers:
+                    publish(("buffer", task.call, m, position))
+        if stop == len(self.cluster.spec(task.model).layers) and task.kind in ("fused", "infer"):
+            out.append(wm.LossEvent(task.slot, m, float(m + 1), {}))
+            if i.call.wants_output:
+                publish(("out", task.call, m))
+        self.ready.append(wm.LaunchedEvent())
+
+    def _FinishSlot(self, i: wm.FinishSlot) -> None:
+        task = i.task
+        if task.kind in ("fused", "backward"):
+            for position in reversed(range(*task.layers)):
+                parts = []
+                for unit in self.cluster.trainable(task.model, position):
+                    if self.cluster.random.random() < 0.9:
+                        content = ("slab", task.call, task.slot, position, unit)
+                        parts.append(msgs.SlabPart(unit, self._write(task.slot, content), (True,)))
+                        self.cluster.gave[task.model, task.call, unit].append((task.slot, -position))
+                self.copies[task.slot].append(wm.SlabEvent(task.slot, position, tuple(parts)))
+        self.staged.pop(task.slot)
+        self.copies[task.slot]  # a slot that published nothing is done too
+        self.finished[task.slot] = i
+        self.ready.append(wm.LaunchedEvent())
+
+    def _DropSlot(self, i: wm.DropSlot) -> None:
+        self.staged.pop(i.task.slot, None)
+        self.finished.pop(i.task.slot, None)
+        self.dropped.add(i.task.slot)
+
+
+class Optimizer:
+    """The optimizer's machine with a shell that keeps the order of additions."""
+
+    role, owner = "optimizer", "optimizer.1"
+
+    def __init__(self, workers: tuple[str, ...], cluster: Cluster) -> None:
+        self.machine = om.OptimizerMachine(workers)
+        self.cluster = cluster
+        self.todo: deque[Any] = deque()
+        self.sums: dict[tuple[int, int, int], list[Any]] = defaultdict(list)
+        self.stepped: dict[tuple[int, int, int], list[Any]] = {}
+        """(model, step, unit) -> the slabs that the step used, in order of addition."""
+        self.master: dict[tuple[int, int], Extent] = {}
+        self.slabs: dict[int, set[Extent]] = defaultdict(set)
+
+    def handle(self, *events: Any) -> None:
+        self.todo.extend(self.machine.handle(*events))
+
+    def choices(self) -> list[Any]:
+        return ["next"] if self.todo else []
+
+    def act(self, choice: Any) -> None:
+        instruction = self.todo.popleft()
+        getattr(self, f"_{type(instruction).__name__}")(instruction)
+
+    def _happened(self, event: Any) -> None:
+        following = deque(self.machine.handle(event))
+        while following and isinstance(following[0], om.Send):
+            self._Send(following.popleft())
+        self.todo.extend(following)
+
+    def _Send(self, i: om.Send) -> None:
+        self.cluster.post(self.role, i.role, i.msg)
+
+    def _new_master(self, model: int, unit: int, version: int) -> Extent:
+        extent = self.cluster.memory.write(self.owner, ("weights", model, unit, version))
+        self.master[model, unit] = extent
+        self.slabs[model].add(extent)
+        return extent
+
+    def _BuildModel(self, i: om.BuildModel) -> None:
+        extents = tuple(self._new_master(i.msg.model, unit.index, 0) for unit in i.msg.units)
+        self.cluster.post(self.role, "controller", msgs.ModelAllocatedMsg(i.msg.model, extents, ()))
+
+    def _FillModel(self, i: om.FillModel) -> None:
+        units = self.cluster.spec(i.model).units
+        self._happened(om.ModelFilledEvent(i.model, tuple(self.master[i.model, unit.index] for unit in units)))
+        self.cluster.post(self.role, "controller", msgs.ModelReadyMsg(i.model, self.role))
+
+    def _ForgetModel(self, i: om.ForgetModel) -> None:
+        for extent in self.slabs.pop(i.model, ()):
+            self.cluster.memory.free(extent, self.owner)
+        self.sums = defaultdict(list, {key: total for key, total in self.sums.items() if key[0] != i.model})
+
+    def _FreeOwn(self, i: om.FreeOwn) -> None:
+        for extent in i.extents:
+            self.cluster.memory.free(extent, self.owner)
+            for slabs in self.slabs.values():
+                slabs.discard(extent)
+
+    def _read(self, part: msgs.SlabPart) -> Any:
+        content = self.cluster.memory.live.get(part.extent)
+        assert content is not None, f"{part} was freed before it was read"
+        assert content[0] == "slab" and content[4] == part.unit
+        return content[1:4]
+
+    def _AddSlab(self, i: om.AddSlab) -> None:
+        self.sums[i.model, i.iteration, i.part.unit].append(self._read(i.part))
+
+    def _DropSums(self, i: om.DropSums) -> None:
+        for key in [key for key in self.sums if key[:2] == (i.model, i.iteration)]:
+            del self.sums[key]
+
+    def _MeasureNorm(self, i: om.MeasureNorm) -> None:
+        for part in i.only.values():
+            self._read(part)
+        self._happened(om.NormEvent(i.model, i.iteration, 2.0))
+
+    def _StepUnit(self, i: om.StepUnit) -> None:
+        used = [self._read(i.only)] if i.only is not None else list(self.sums.get((i.model, i.step, i.unit), ()))
+        self.stepped[i.model, i.step, i.unit] = used
+        # the shell repeats the handle of a unit without gradients; a new slab is as right, and checks the version
+        extent = self._new_master(i.model, i.unit, i.step + 1)
+        self._happened(om.UnitSteppedEvent(i.model, i.step, i.unit, extent))
+
+    def _StartClock(self, i: om.StartClock) -> None:
+        pass
+
+    def _FinishStep(self, i: om.FinishStep) -> None:
+        self.cluster.post(self.role, "controller", i.msg)
+
+
+class Controller:
+    """The controller's machine; the futures are plain tables."""
+
+    role, owner = "controller", "controller.1"
+
+    def __init__(self, workers: tuple[str, ...], cluster: Cluster) -> None:
+        self.machine = ControllerMachine(workers, self.owner, check=True)
+        self.cluster = cluster
+        self.finished: dict[int, ev.FinishCall] = {}
+        self.steps: list[tuple[int, int]] = []
+        self.failures: list[ev.ReportFailure] = []
+        self.cancelled: set[int] = set()
+        self.rewound: list[tuple[int, int]] = []
+
+    def handle(self, *events: Any) -> None:
+        for event in events:
+            if self.machine.understands(event):
+                for instruction in self.machine.handle(event):
+                    getattr(self, f"_{type(instruction).__name__}")(instruction)
+
+    def choices(self) -> list[Any]:
+        return []
+
+    def _Send(self, i: ev.Send) -> None:
+        self.cluster.post(self.role, i.role, i.msg)
+
+    def _FreeOwn(self, i: ev.FreeOwn) -> None:
+        for extent in i.extents:
+            self.cluster.memory.free(extent, self.owner)
+
+    def _FinishCall(self, i: ev.FinishCall) -> None:
+        assert i.call not in self.finished and i.call not in self.cancelled
+        self.finished[i.call] = i
+
+    def _FinishStep(self, i: ev.FinishStep) -> None:
+        self.steps.append((i.model, i.msg.step))
+
+    def _ReportFailure(self, i: ev.ReportFailure) -> None:
+        self.failures.append(i)
+        self.cancelled.update(i.calls)
+
+    def _FinishCancel(self, i: ev.FinishCancel) -> None:
+        self.rewound.append((i.model, i.iteration))
+
+
+ERROR = msgs.ErrorInfo(b"", "ValueError", "boom", "", ())
+
+
+class Cluster:
+    """All roles and the links between them."""
+
+    def __init__(self, num_workers: int, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.memory = Memory()
+        self.links: dict[tuple[str, str], deque[Any]] = {}
+        self.failing: set[int] = set()
+        self.ran: list[tuple[int, str, int, tuple[int, int]]] = []
+        self.gave: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
+        self._specs: dict[int, msgs.ModelSpec] = {}
+        names = tuple(f"worker-{index}" for index in range(num_workers))
+        self.controller = Controller(names, self)
+        self.optimizer = Optimizer(names, self)
+        self.workers = [Worker(name, names, self) for name in names]
+        self.roles = {role.role: role for role in (self.controller, self.optimizer, *self.workers)}
+        self._calls = itertools.count(1)
+
+    def spec(self, model: int) -> msgs.ModelSpec:
+        return self._specs[model]
+
+    def trainable(self, model: int, position: int) -> list[int]:
+        spec = self.spec(model)
+        return [unit for unit in spec.layers[position].units if spec.units[unit].trainable]
+
+    def post(self, sender: str, receiver: str, msg: Any) -> None:
+        self.links.setdefault((sender, receiver), deque()).append(msg)
+
+    def advance(self) -> bool:
+        """One random thing that can happen happens; False: nothing can."""
+        choices: list[Any] = [("link", link) for link, queue in self.links.items() if queue]
+        choices += [("act", name, choice) for name, role in self.roles.items() for choice in role.choices()]
+        if not choices:
+            return False
+        kind, *rest = self.random.choice(choices)
+        if kind == "link":
+            sender, receiver = rest[0]
+            self.roles[receiver].handle(self.links[sender, receiver].popleft())
+        else:
+            self.roles[rest[0]].act(rest[1])
+        return True
+
+    def settle(self, steps: int | None = None) -> None:
+        """Advance until nothing can happen, or `steps` times."""
+        for _ in itertools.count() if steps is None else range(steps):
+            if not self.advance():
+                return
+
+    # --- the script
+
+    def load(self, spec: msgs.ModelSpec) -> None:
+        self._specs[spec.model] = spec
+        for role in (*self.workers, self.optimizer):
+            role.handle(spec)
+        self.optimizer.act("next")
+        extents = self.links["optimizer", "controller"].pop().master
+        self.post("controller", "optimizer", msgs.ModelFilledMsg(spec.model))
+        self.settle()
+        buffers = []
+        for position, layer in enumerate(spec.layers):
+            if layer.buffers:
+                extent = self.memory.write(self.controller.owner, ("buffer", -spec.model, 0, position))
+                buffers.append((position, payload(extent)))
+        self.controller.handle(
+            ev.ModelAddedEvent(
+                spec.model,
+                spec.units,
+                tuple(layer.units for layer in spec.layers),
+                tuple(buffers),
+                spec.recompute,
+                spec.asynchronous,
+                extents,
+            )
+        )
+
+    def call(self, model: int, plan: ExecutionPlan, weights: list[float], inference: bool = False, output: bool = False) -> int:
+        call = next(self._calls)
+        write = self.memory.write
+        owner = self.controller.owner
+        inputs = tuple(payload(write(owner, ("act", call, m, 0))) for m in range(len(weights)))
+        labels = tuple(payload(write(owner, ("label", call, m))) for m in range(len(weights)))
+        self.controller.handle(
+            ev.CallEvent(
+                call,
+                model,
+                plan,
+                inputs,
+                labels,
+                tuple((weight, sum(weights)) for weight in weights),
+                tuple(weights),
+                1.0,
+                {},
+                inference,
+                output,
+            )
+        )
+        return call
+
+
+def make_spec(model: int, rng: random.Random, num_layers: int, *, asynchronous: bool, grain: str) -> msgs.ModelSpec:
+    """A random model: trainable and frozen units, layers without parameters, a shared parameter, buffers."""
+    units: list[msgs.UnitSpec] = []
+    layer_units: list[list[int]] = [[] for _ in range(num_layers)]
+
+    def add(positions: tuple[int, ...], trainable: bool) -> None:
+        param = msgs.ParamSpec(f"p{len(units)}", 0, (1,), "float32", "float32", 0)
+        for position in positions:
+            layer_units[position].append(len(units))
+        units.append(msgs.UnitSpec(len(units), trainable, positions, 4, (param,)))
+
+    for position in range(num_layers):
+        for trainable in (True, False):
+            if rng.random() < 0.7:
+                add((position,), trainable)
+    if num_layers > 1 and rng.random() < 0.5:
+        add(tuple(sorted(rng.sample(range(num_layers), 2))), True)
+    if not any(unit.trainable for unit in units):
+        add((0,), True)
+    nothing = TensorHandle(Extent("controller.1", "x", 0, 1), 0, (1,), (1,), "uint8")
+    layers = tuple(
+        msgs.LayerSpec(str(p), "Layer", msgs.CodeObject(nothing, ()), tuple(found), rng.random() < 0.3)
+        for p, found in enumerate(layer_units)
+    )
+    return msgs.ModelSpec(model, "m", layers, tuple(units), None, None, 0, grain, asynchronous, ())
+
+
+def random_plan(rng: random.Random, num_layers: int) -> ExecutionPlan:
+    """Any legal plan."""
+
+    def cut(stop: int) -> list[range]:
+        bounds = sorted({0, stop, *(rng.randrange(stop + 1) for _ in range(rng.randrange(4)))})
+        return [range(a, b) for a, b in itertools.pairwise(bounds)]
+
+    fused = rng.randrange(num_layers)
+    backward = [range(fused, num_layers), *reversed(cut(fused))]
+    return ExecutionPlan(cut(fused), backward, rng.choice([None, 1, 2, 3]))

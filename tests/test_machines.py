@@ -1,0 +1,162 @@
+"""The three machines together, under every order of events that the network and the devices allow."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rpruntime.control import events as ev
+from tests.cluster import Cluster, make_spec, random_plan
+
+
+class Script:
+    """A random training script on a cluster, with the bookkeeping of what must come out."""
+
+    def __init__(self, seed: int, *, failures: bool = False) -> None:
+        self.rng = random.Random(seed)
+        self.cluster = Cluster(self.rng.randint(1, 4), seed)
+        self.failures = failures
+        self.num_layers = self.rng.randint(1, 6)
+        self.models = [1] if self.rng.random() < 0.7 else [1, 2]
+        for model in self.models:
+            spec = make_spec(
+                model,
+                self.rng,
+                self.num_layers,
+                asynchronous=self.rng.random() < 0.5,
+                grain=self.rng.choice(["stage", "layer"]),
+            )
+            self.cluster.load(spec)
+        self.stepped: dict[tuple[int, int], tuple[int, ...]] = {}
+        """(model, step) -> its calls."""
+        self.microbatches: dict[int, list[int]] = {}
+        self.inferred: list[int] = []
+
+    @property
+    def machine(self):
+        return self.cluster.controller.machine
+
+    def run(self, actions: int) -> None:
+        for _ in range(actions):
+            self._act(self.rng.choice(self.models))
+            self.cluster.settle(self.rng.choice([0, 0, 5, 50, 500]))
+        self.cluster.settle()
+
+    def _act(self, model: int) -> None:
+        if self.machine.is_cancelling(model):
+            return
+        kind = self.rng.choice(["call", "call", "step", "infer", "discard"])
+        if kind == "call":
+            while len(self.machine.unfinished_steps(model)) > 1:
+                assert self.cluster.advance(), "the step two iterations back never finishes"
+            if not self.machine.is_cancelling(model):
+                self._call(model)
+        elif kind == "infer":
+            output = self.rng.random() < 0.5
+            call = self.cluster.call(model, self._plan(), [1.0] * self.rng.randint(1, 3), True, output)
+            if output:
+                self.inferred.append(call)
+        elif kind == "step" and self.machine.wanted_calls(model):
+            calls = self.machine.wanted_calls(model)
+            self.stepped[model, self.machine.iteration(model)] = calls
+            self.cluster.controller.handle(ev.StepEvent(model, ({},), self.rng.choice([None, 1.0])))
+        elif kind == "discard" and self.machine.wanted_calls(model):
+            while any(self.machine.is_running(call) for call in self.machine.wanted_calls(model)):
+                assert self.cluster.advance(), "a running call never completes"
+            if not self.machine.is_cancelling(model):
+                self.cluster.controller.handle(ev.DiscardEvent(model))
+
+    def _call(self, model: int) -> None:
+        weights = [self.rng.choice([0.0, 1.0, 1.0, 2.0]) for _ in range(self.rng.randint(1, 4))]
+        if not any(weights):
+            weights[0] = 1.0
+        before = self.machine._next_slot
+        call = self.cluster.call(model, self._plan(), weights)
+        if self.failures and self.rng.random() < 0.15:
+            self.cluster.failing.add(self.rng.randrange(before, self.machine._next_slot))
+        self.microbatches[call] = [m for m, weight in enumerate(weights) if weight]
+
+    def _plan(self):
+        return random_plan(self.rng, self.num_layers)
+
+    def finish(self) -> None:
+        """Take the outputs, close the models; nothing may be left anywhere."""
+        controller = self.cluster.controller
+        for call in self.inferred:
+            if call not in controller.cancelled:
+                assert len(controller.finished[call].outputs) > 0
+                controller.handle(ev.OutputTakenEvent(call))
+        self.cluster.settle()
+        assert set(self.cluster.memory.live) == self.machine.live_extents()
+        for model in self.models:
+            controller.handle(ev.ModelRemovedEvent(model))
+        self.cluster.settle()
+        assert not self.cluster.memory.live
+        assert not self.machine.live_extents()
+        assert all(worker.machine.is_idle for worker in self.cluster.workers)
+        assert not self.cluster.optimizer.sums
+
+    def check_steps(self) -> None:
+        """Every step used the gradients of its calls, each once, in the order of dispatch, deepest first."""
+        optimizer, cluster = self.cluster.optimizer, self.cluster
+        for (model, step), calls in self.stepped.items():
+            if set(calls) & cluster.controller.cancelled:
+                continue
+            assert (model, step) in cluster.controller.steps
+            for unit in cluster.spec(model).units:
+                if unit.trainable:
+                    expected = [
+                        (call, slot, -minus)
+                        for call in calls
+                        for slot, minus in sorted(cluster.gave[model, call, unit.index])
+                    ]
+                    assert optimizer.stepped[model, step, unit.index] == expected
+
+    def check_work(self) -> None:
+        """Every layer ran once forward and, with its weight, once backward, for each micro-batch of each call."""
+        for call, active in self.microbatches.items():
+            if call in self.cluster.controller.cancelled:
+                continue
+            ran = [entry for entry in self.cluster.ran if entry[0] == call]
+            count = len(self.cluster.controller.finished[call].losses)
+            forward = sorted((m, p) for _, k, m, (a, b) in ran if k in ("forward", "fused") for p in range(a, b))
+            backward = sorted((m, p) for _, k, m, (a, b) in ran if k == "backward" for p in range(a, b))
+            backward += [(m, p) for _, k, m, (a, b) in ran if k == "fused" and m in active for p in range(a, b)]
+            assert forward == [(m, p) for m in range(count) for p in range(self.num_layers)]
+            assert sorted(backward) == [(m, p) for m in active for p in range(self.num_layers)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 10**9))
+def test_any_order_of_events_gives_the_same_sums_and_leaks_nothing(seed):
+    script = Script(seed)
+    script.run(actions=14)
+    script.check_steps()
+    script.check_work()
+    script.finish()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 10**9))
+def test_a_failed_call_cancels_what_followed_and_nothing_else(seed):
+    script = Script(seed, failures=True)
+    script.run(actions=14)
+    for failure in script.cluster.controller.failures:
+        assert failure.call in failure.calls
+    assert len(script.cluster.controller.rewound) == len(script.cluster.controller.failures)
+    script.check_work()
+    script.finish()
+
+
+@pytest.mark.slow
+@settings(max_examples=3000, deadline=None)
+@given(st.integers(0, 10**9), st.booleans())
+@pytest.mark.timeout(900)
+def test_many_more_orders(seed, failures):
+    script = Script(seed, failures=failures)
+    script.run(actions=25)
+    script.check_work()
+    script.finish()
