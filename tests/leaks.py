@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -131,9 +133,18 @@ def no_leaks(
     """Runs the leak check at the end of the block, also of this process's own descriptors."""
     before = open_descriptors()
     watch = Watch()
-    yield watch
-    for popen in watch.started:
-        popen.wait(within_s)
+    try:
+        yield watch
+        for popen in watch.started:
+            popen.wait(within_s)
+    finally:
+        # After a failure: the next test is to find a clean machine.
+        while sys.exc_info()[0] is not None and (left := processes_with(MARK, watch.mark)):
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        for popen in watch.started:
+            popen.wait(5)
     assert_no_leaks(watch, within_s=within_s, allow=allow, sockets=sockets)
     if descriptors:
         wait_until(

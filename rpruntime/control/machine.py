@@ -11,6 +11,7 @@ data. It never waits: tasks go out at once and the peers' events order them.
 from __future__ import annotations
 
 import struct
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,6 +109,8 @@ class _Model:
     """Calls of the open iteration whose gradients wait for the step."""
     steps: list[int] = field(default_factory=list)
     """Steps issued and not done."""
+    done: deque[StepDoneMsg] = field(default_factory=deque)
+    """Steps that the optimizer has done and whose calls have not all finished here."""
     versions: dict[int, list[int]] = field(default_factory=dict)
     """Published versions of each unit that are still readable, ascending; the last is the newest."""
     cancel: _Cancel | None = None
@@ -361,6 +364,7 @@ class ControllerMachine:
         cancel = self._models[task.model].cancel
         if not call.open_slots and (cancel is None or not cancel.first_call <= task.call <= cancel.last_call):
             self._finish_call(task.call, call)
+            self._finish_steps(self._models[task.model])
 
     def _finish_call(self, number: int, call: _Call) -> None:
         count = len(call.event.inputs)
@@ -434,13 +438,24 @@ class ControllerMachine:
 
     def _on_step_done(self, msg: StepDoneMsg) -> None:
         model = self._models.get(msg.model)
-        if model is None:
-            return
-        model.steps.remove(msg.step)
-        self._release(("start", msg.model, msg.step))
-        for call in model.iterations.pop(msg.step).calls:
-            self._calls.pop(call, None)
-        self._out.append(FinishStep(msg.model, msg))
+        if model is not None:
+            model.done.append(msg)
+            self._finish_steps(model)
+
+    def _finish_steps(self, model: _Model) -> None:
+        """A step's gradients can overtake the commits of the slots that they came from: it finishes after both."""
+        while model.done:
+            msg = model.done[0]
+            calls = model.iterations[msg.step].calls
+            if any(self._calls[call].open_slots for call in calls):
+                return
+            model.done.popleft()
+            model.steps.remove(msg.step)
+            self._release(("start", msg.model, msg.step))
+            del model.iterations[msg.step]
+            for call in calls:
+                del self._calls[call]
+            self._out.append(FinishStep(msg.model, msg))
 
     # --- failures
 

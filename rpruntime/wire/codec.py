@@ -8,11 +8,15 @@ a missing field or a broken body is a `ProtocolError` that says which.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any, TypeVar
 
 import msgpack
 
 MAX_MESSAGE_BYTES = 1 << 20
+MAX_STRUCT_DEPTH = 16
+"""Structures within structures. Each level is a C call of msgpack with its own 50 KB of stack: without a limit a short
+message of nested extensions would end the process."""
 _STRUCT = 1
 
 T = TypeVar("T")
@@ -60,15 +64,18 @@ def _pack(value: Any) -> bytes:
     return packed
 
 
-def _ext_hook(code: int, data: bytes) -> Any:
+def _ext_hook(depth: int, code: int, data: bytes) -> Any:
     if code != _STRUCT:
         raise ProtocolError(f"unknown extension {code}")
-    name, fields = _unpack(data)
+    if depth >= MAX_STRUCT_DEPTH:
+        raise ProtocolError(f"more than {MAX_STRUCT_DEPTH} structures within each other")
+    name, fields = _unpack(data, depth + 1)
     return _build(_STRUCTS, name, fields)
 
 
-def _unpack(data: bytes) -> Any:
-    return msgpack.unpackb(data, ext_hook=_ext_hook, use_list=False, raw=False, strict_map_key=False)
+def _unpack(data: bytes, depth: int = 0) -> Any:
+    hook = partial(_ext_hook, depth)
+    return msgpack.unpackb(data, ext_hook=hook, use_list=False, raw=False, strict_map_key=False)
 
 
 def _build(table: dict[str, type], name: Any, fields: Any) -> Any:
