@@ -1,5 +1,4 @@
-"""Which devices a run uses, found without torch and without a CUDA context (a context costs hundreds of MB of
-GPU 0).
+"""Which devices a run uses, found without torch and without a CUDA context (hundreds of MB of GPU 0 each).
 
 Each worker sees exactly its one device: CUDA_VISIBLE_DEVICES is one token of the user's own list, kept as it
 was given. `cuda:0,1` counts within what CUDA_VISIBLE_DEVICES leaves visible, as torch does.

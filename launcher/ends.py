@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rpruntime.store.limits import cgroup_folders, gib, read_cgroup, read_host_memory
 
-NUM_LOG_LINES = 6
+NUM_LOG_LINES = 12
 _MAX_LINE = 300
 
 

@@ -4,31 +4,25 @@
     messages (mailbox)  -------------------+--> turn() --> messages to the controller, lines on the screen
     end of the watched script (pidfd)  ----+
 
-Used by `rplaunch` (which starts the script) and by `launcher.serve` (which a script under plain python
-starts).
+`rplaunch` uses it and starts the script; `launcher.serve` is what a script under plain python starts.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import select
 import signal
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-import rpruntime
-from launcher.devices import Device, resolve_devices, usable_cores
-from launcher.screen import LogFollower, Screen, WaitNotice, devices_line, session_line
-from launcher.session import SessionFolder, clean_sessions, create_session, make_base
+from launcher.plan import Plan
+from launcher.screen import LogFollower, Screen, WaitNotice
+from launcher.session import SessionFolder
 from launcher.supervisor import Ended, ReadyProc, Supervisor
+from launcher.wakeup import Wakeup
 from rpruntime.process import EXIT_START_FAILED, start_time
-from rpruntime.store.limits import read_host_memory
 from rpruntime.store.segments import SegmentServer, remove_stale_names
-from rpruntime.wire.mailbox import Mailbox
+from rpruntime.wire.mailbox import Mailbox, new_keys
 from rpruntime.wire.messages import (
     PROTOCOL_VERSION,
     AttachedMsg,
@@ -44,104 +38,21 @@ from rpruntime.wire.messages import (
 
 _TICK_S = 0.2
 _REASON_WAIT_S = 0.5
-# The ladder ends within 5 s of the script's end (nothing may outlive that), whatever the grace for the script
-# is.
+# The ladder ends within 5 s of the script's end: nothing may outlive that, whatever the script's own grace.
 _ASK_S, _TERM_S = 2.5, 1.0
-
-
-class Wakeup:
-    """Signals noted as they come, and a descriptor that wakes the loop for them."""
-
-    def __init__(self) -> None:
-        self.read_fd, self._write_fd = os.pipe()
-        os.set_blocking(self.read_fd, False)
-        os.set_blocking(self._write_fd, False)
-        self.received: list[tuple[signal.Signals, float]] = []
-        self._before: dict[int, Any] = {}
-        self._fd_before = -1
-
-    def install(self, numbers: tuple[signal.Signals, ...]) -> None:
-        """Note these signals from now on; one that was ignored when we started (nohup) stays so."""
-        self._fd_before = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
-        for number in numbers:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._note)
-
-    def _note(self, number: int, _frame: object) -> None:
-        self.received.append((signal.Signals(number), time.monotonic()))
-
-    def drain(self) -> None:
-        """Empty the wake pipe."""
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self.read_fd, 4096):
-                pass
-
-    def take(self) -> list[tuple[signal.Signals, float]]:
-        """The signals since the last call, with their times."""
-        taken = self.received[:]
-        del self.received[: len(taken)]
-        return taken
-
-    def close(self) -> None:
-        """Put everything back."""
-        signal.set_wakeup_fd(self._fd_before)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        os.close(self.read_fd)
-        os.close(self._write_fd)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is to be launched, known before anything is started."""
-
-    config: dict[str, Any]
-    devices: tuple[Device, ...]
-
-    @property
-    def roles(self) -> tuple[tuple[str, Device | None], ...]:
-        """Roles to start, with their devices."""
-        if not self.devices:
-            return ()
-        workers = tuple((f"worker-{index}", device) for index, device in enumerate(self.devices))
-        return (("optimizer", None), *workers)
-
-
-def make_plan(settings: Mapping[str, Any], sys_path: list[str]) -> Plan:
-    """Resolve devices and threads.
-
-    Raises:
-        ConfigError: there are no such devices.
-    """
-    devices = resolve_devices(settings["devices"])
-    cores, workers = usable_cores(), max(1, len(devices))
-    on_cuda = any(device.is_cuda for device in devices)
-    config = dict(settings)
-    config["devices_flag"] = settings["devices"]
-    config["devices"] = [device.name for device in devices]
-    config["threads_per_worker"] = 4 if on_cuda else max(1, cores // workers)
-    if config["optimizer_threads"] is None:
-        config["optimizer_threads"] = max(1, cores - 2 * workers) if on_cuda else cores
-    config["sys_path"] = sys_path
-    return Plan(config, devices)
 
 
 class Launcher:
     """A running session, from the launcher's side. Use from the main thread."""
 
-    def __init__(self, plan: Plan, screen: Screen, wakeup: Wakeup, script: dict[str, Any]) -> None:
+    def __init__(self, plan: Plan, folder: SessionFolder, screen: Screen, wakeup: Wakeup) -> None:
         self._plan = plan
         self._screen = screen
         self._wakeup = wakeup
-        base = make_base()
-        if base.warning:
-            screen.warn(f"rpruntime: {base.warning}")
-        clean_sessions(base.path)
+        self.folder = folder
+        folder.keys = new_keys()
+        folder.save()
         remove_stale_names()
-        self.folder: SessionFolder = create_session(base.path, plan.config["name"], plan.config, script)
-        log_dir = self.folder.config["log_dir"]
-        screen.say(session_line(rpruntime.__version__, self.folder.name, log_dir))
-        screen.say(devices_line(plan.devices, read_host_memory()))
         self._segments: SegmentServer | None = None
         self._mailbox: Mailbox | None = None
         self._supervisor = Supervisor(self.folder)
@@ -330,8 +241,3 @@ def _died(ended: Ended) -> RoleDiedMsg:
 
 def _protocol_reason(theirs: int) -> str:
     return f"protocol version {theirs} does not fit {PROTOCOL_VERSION}: two versions of rpruntime are mixed"
-
-
-def script_path_entry(target: str, module: bool) -> str:
-    """What Python puts first on sys.path for this script."""
-    return os.getcwd() if module else str(Path(os.path.realpath(target)).parent)

@@ -16,8 +16,10 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from launcher.launch import Launcher, Plan, Wakeup
+    from launcher.launch import Launcher
+    from launcher.plan import Plan
     from launcher.screen import Screen
+    from launcher.wakeup import Wakeup
     from rpruntime.flags import CommandLine
 
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -59,8 +61,9 @@ def _main(argv: list[str], early: list[float]) -> int:
     if line.target and not line.module and not os.path.exists(line.target):
         return _refuse(2, f"there is no file {line.target}")
 
-    from launcher.launch import Wakeup, make_plan, script_path_entry
+    from launcher.plan import make_plan, script_path_entry
     from launcher.screen import Screen
+    from launcher.wakeup import Wakeup
     from rpruntime.errors import RoundPipeError
 
     screen = Screen(settings["quiet"])
@@ -85,10 +88,14 @@ def _refuse(code: int, *sentences: str) -> int:
 
 
 def _launch(line: CommandLine, plan: Plan, screen: Screen, wakeup: Wakeup) -> int:
-    from launcher.launch import Launcher
+    from launcher.plan import begin_session
 
     words = [*(["-m"] if line.module else []), line.target, *line.arguments]
-    launcher = Launcher(plan, screen, wakeup, {"argv": words})
+    folder = begin_session(plan, screen, {"argv": words})
+    # Only now, as ZeroMQ and the messages take a while to import: the first line is on the screen by then.
+    from launcher.launch import Launcher
+
+    launcher = Launcher(plan, folder, screen, wakeup)
     run = None
     try:
         # The children first: they take seconds to import torch, and the script does so meanwhile.

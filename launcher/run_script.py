@@ -87,7 +87,7 @@ def _run(words):
     )  # fmt: skip
     with open(path, "rb") as file:
         source = file.read()
-    exec(compile(source, script, "exec", dont_inherit=True), names)
+    exec(compile(source, path, "exec", dont_inherit=True), names)
 
 
 def _is_source(path):

@@ -16,8 +16,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from launcher.launch import Launcher, Wakeup, make_plan
+from launcher.launch import Launcher
+from launcher.plan import begin_session, make_plan
 from launcher.screen import Screen
+from launcher.wakeup import Wakeup
 from rpruntime import flags
 from rpruntime.errors import RoundPipeError
 from rpruntime.process import open_pidfd, start_time
@@ -43,7 +45,9 @@ def main(argv: list[str]) -> int:
         settings = flags.settings(flags.parse(words).given)
         pidfd = open_pidfd(pid, started)
         plan = make_plan(settings, json.loads(own.get("--sys-path", "[]")))
-        launcher = Launcher(plan, Screen(settings["quiet"]), wakeup, {"pid": pid, "argv": _command_line(pid)})
+        screen = Screen(settings["quiet"])
+        folder = begin_session(plan, screen, {"pid": pid, "argv": _command_line(pid)})
+        launcher = Launcher(plan, folder, screen, wakeup)
         launcher.start()
     except ProcessLookupError:
         return 1  # the script ended meanwhile

@@ -2,9 +2,8 @@
 
     base/            0700, ours; if another user has put something there, base.1, base.2... are tried
     base/.lock       held (flock) while folders are made or cleaned
-    base/NAME/lock   held (flock) by the launcher for life, so that a folder's state is known across pid
-    namespaces base/NAME/session.json   0600: version, pids, keys, token, config; replaced as a whole, so a
-    reader sees all or nothing
+    base/NAME/lock   held (flock) by the launcher for life: its state is known across pid namespaces too
+    base/NAME/session.json   0600: version, pids, keys, token, config; replaced as a whole, never half-written
 
 TMPDIR is not used: paths of Unix sockets end at 107 bytes.
 """
@@ -140,13 +139,11 @@ class SessionFolder:
 def create_session(
     base: Path, name: str | None, config: dict[str, Any], script: dict[str, Any]
 ) -> SessionFolder:
-    """Make the folder of a new session. `config` gets `log_dir`, if it has none.
+    """Make the folder of a new session; its keys come later. `config` gets `log_dir`, if it has none.
 
     Raises:
         ConfigError: the name is unfit or a live session has it.
     """
-    from rpruntime.wire.mailbox import new_keys
-
     if name is not None and not _NAME.fullmatch(name):
         raise ConfigError(f"--name {name!r}: letters, digits, '-', '_' and '.' only, at most 40")
     with _locked(base):
@@ -156,7 +153,7 @@ def create_session(
         log_dir = Path(config["log_dir"]).absolute() / path.name if config.get("log_dir") else path
         log_dir.mkdir(parents=True, exist_ok=True)
         folder = SessionFolder(
-            path, new_keys(), secrets.token_hex(16), {**config, "log_dir": str(log_dir)}, script, {}, lock_fd
+            path, ("", ""), secrets.token_hex(16), {**config, "log_dir": str(log_dir)}, script, {}, lock_fd
         )
         folder.save()
         return folder

@@ -1,5 +1,4 @@
-"""Children of the launcher: started, known to be ready or not by type, ended by a ladder, their ends
-explained.
+"""Children of the launcher: started, ready or not by type, ended by a ladder, their ends explained.
 
     start -> UnreadyProc -- ReadyMsg --> ReadyProc
                  |                          |
@@ -126,8 +125,7 @@ class Supervisor:
             RPRUNTIME_DEATH_FD=str(self._death_read),
             RPRUNTIME_DEVICE=device.name if device is not None else "",
             RPRUNTIME_LOG=str(self._log_file(role)),
-            # Exactly one device for a CUDA worker, none for all others: no context ever lands on a GPU by
-            # accident.
+            # One device for a CUDA worker, none for the others: no context lands on a GPU by accident.
             CUDA_VISIBLE_DEVICES=device.token if device is not None else "",
             # What a killed process has printed must be in its log.
             PYTHONUNBUFFERED="1",
@@ -160,8 +158,7 @@ class Supervisor:
         for role, proc in list(self.procs.items()):
             if not _has_exited(proc.popen.pid):
                 continue
-            # While it is a zombie its number cannot be given to another group, so this hits only what it
-            # left.
+            # While it is a zombie its number is no other group's, so this hits only what it left behind.
             _kill_group(proc.popen.pid, signal.SIGKILL)
             returncode = proc.popen.wait()
             del self.procs[role]

@@ -19,6 +19,7 @@ from typing import Any
 from rpruntime.control import events as ev
 from rpruntime.control.machine import ControllerMachine
 from rpruntime.errors import RoundPipeError, SessionLost, WorkerDied
+from rpruntime.recording import record
 from rpruntime.store.arena import Arena, Store
 from rpruntime.wire.messages import (
     FreeMsg,
@@ -55,6 +56,7 @@ class Client:
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self._machine = ControllerMachine(session.worker_roles, owner, check=os.environ.get("RPRUNTIME_DEBUG") == "1")
+        record(self._machine, "controller")
         self._listeners: dict[int, Listener] = {}
         self._calls: dict[int, int] = {}
         self._next_call = 0

@@ -222,7 +222,10 @@ def from_python(flags: Mapping[str, Any]) -> dict[str, Any]:
                 f"rp.init has no argument {key!r}" + (f", did you mean {close[0]!r}?" if close else "")
             )
         if value is not None:
-            given[key] = convert(flag, value, f"rp.init({key}=...)")
+            try:
+                given[key] = convert(flag, value, f"rp.init({key}=...)")
+            except UsageError as err:
+                raise ConfigError(str(err)) from None
     return given
 
 

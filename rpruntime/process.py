@@ -35,8 +35,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def start_time(pid: int) -> int | None:
-    """When a process started, in the kernel's ticks since boot; None if there is no such process (or a
-    zombie).
+    """When a process started, in the kernel's ticks since boot; None if it does not exist or is a zombie.
 
     With the pid it names a process for good, as pids are used again.
     """
@@ -75,7 +74,7 @@ class Child:
     incarnation: int
     folder: Path
     config: dict[str, Any]
-    """All flags of the session, `threads_per_worker`, `optimizer_threads`, `log_dir`; `devices` are the names of all."""
+    """The session's flags, `devices` as the list of all names, `threads_per_worker`, `log_dir`."""
     device: str
     """This worker's device ("cuda:1", "cpu:0"), the only one it sees if it is a GPU; "" for the optimizer."""
     log_file: Path

@@ -73,7 +73,7 @@ class Loss(_Pending):
 
 class StepInfo(_Pending):
     """One `step()`. The fields wait for it: `step`, `loss` (sum over the calls of loss * scale), `grad_norm` (before
-    clipping; nan without `max_grad_norm`), `skipped`, `lr` (of each group), `loss_scale`, `seconds`, `metrics`."""
+    clipping; None without `max_grad_norm`), `skipped`, `lr` (of each group), `loss_scale`, `seconds`, `metrics`."""
 
     def result(self, timeout: float | None = None) -> StepInfo:
         """Wait for the step; returns self. Raises TimeoutError after `timeout` seconds."""

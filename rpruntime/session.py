@@ -1,8 +1,8 @@
 """The script's side of a session: attach to the launcher's, or start a launcher for this process.
 
-rplaunch train.py        RPRUNTIME_SESSION names the folder: attach
-python train.py          start the launcher in a new session (it watches this process), then attach
-devices="inline"         no launcher, no child: everything in this process
+rplaunch train.py    RPRUNTIME_SESSION names the folder: attach
+python train.py      start the launcher in a new session (it watches this process), then attach
+devices="inline"     no launcher, no child: everything in this process
 """
 
 from __future__ import annotations
@@ -43,13 +43,12 @@ _ATTACH_TIMEOUT_S = 15.0
 _START_TIMEOUT_S = 30.0
 _CLOSE_TIMEOUT_S = 8.0
 
-# This process's session. A module-level value on purpose: a process has one, as it has one __main__; `close`
-# clears it.
+# This process's session. Module-level on purpose: a process has one, as it has one __main__.
 _current: Any = None
 _current_pid = 0
 
 
-def init(devices: str = "auto", *, name: str | None = None, **flags: Any) -> Any:
+def init(devices: str = "auto", *, name: str | None = None, **flags: Any) -> Session:
     """Make or choose this process's session; the second call with the same settings returns the same one.
 
     Args:
@@ -72,7 +71,7 @@ def init(devices: str = "auto", *, name: str | None = None, **flags: Any) -> Any
         return found
     attached_to = os.environ.get(SESSION_VARIABLE)
     if attached_to:
-        session = _attach(Path(attached_to), None, given)
+        session = _attach(Path(attached_to), None)
         _adopt(session)
         _check_same(session, given, flags_table.BY_KEY)
         return session
@@ -81,10 +80,10 @@ def init(devices: str = "auto", *, name: str | None = None, **flags: Any) -> Any
         from rpruntime.inline import InlineSession
 
         return _adopt(InlineSession({**settings, "devices": [], "devices_flag": "inline"}))
-    return _adopt(_start(flags_table.to_command_line(given), given))
+    return _adopt(_start(flags_table.to_command_line(given)))
 
 
-def current() -> Any:
+def current() -> Session:
     """This process's session, made with default settings if there is none."""
     found = _existing()
     return found if found is not None else init()
@@ -138,7 +137,7 @@ def _same_devices(wanted: str, config: dict[str, Any]) -> bool:
     return names == [f"cuda:{word.removeprefix('cuda:')}" for word in text.split(",")]
 
 
-def _start(words: list[str], given: dict[str, Any]) -> Session:
+def _start(words: list[str]) -> Session:
     """Start a launcher that watches this process, and attach."""
     read_fd, write_fd = os.pipe()
     pid = os.getpid()
@@ -163,7 +162,7 @@ def _start(words: list[str], given: dict[str, Any]) -> Session:
         os.close(write_fd)
     try:
         answer = _read_answer(read_fd, process)
-        return _attach(Path(answer["folder"]), process, given)
+        return _attach(Path(answer["folder"]), process)
     except BaseException:
         _end_process(process, 0.0)
         raise
@@ -203,7 +202,7 @@ def _read_answer(read_fd: int, process: subprocess.Popen[bytes]) -> dict[str, An
     return answer
 
 
-def _attach(folder: Path, process: subprocess.Popen[bytes] | None, given: dict[str, Any]) -> Any:
+def _attach(folder: Path, process: subprocess.Popen[bytes] | None) -> Any:
     try:
         body = json.loads((folder / "session.json").read_text())
     except (OSError, ValueError) as err:
@@ -231,6 +230,8 @@ class Session:
         self.name: str = folder.name
         self.under_rplaunch = process is None
         self.closed = False
+        self.ready: dict[str, dict[str, Any]] = {}
+        """`ReadyMsg.info` of the roles that take work."""
         self.died: dict[str, str] = {}
         """Roles whose process has ended, with the reason."""
         self.backlog: list[Any] = []
@@ -265,21 +266,26 @@ class Session:
             raise
         self.devices: tuple[str, ...] = tuple(attached.devices)
         self.config: dict[str, Any] = attached.config
-        self.ready: dict[str, dict[str, Any]] = dict(attached.ready)
         self.worker_roles: tuple[str, ...] = tuple(f"worker-{index}" for index in range(len(self.devices)))
         atexit.register(self._at_exit)
 
     def _ask_for_place(self) -> AttachedMsg:
         self.post.send("launcher", AttachMsg(os.getpid()))
         deadline = time.monotonic() + _ATTACH_TIMEOUT_S
-        while time.monotonic() < deadline:
+        attached = None
+        while attached is None and time.monotonic() < deadline:
+            # All that came in one go is looked at: news of roles may follow the answer closely.
             for msg in self.post.receive(0.1):
-                if isinstance(msg, AttachedMsg):
-                    return msg
                 if isinstance(msg, RefusedMsg):
                     raise ConfigError(msg.reason)
-                self._note(msg)
+                if isinstance(msg, AttachedMsg):
+                    attached = msg
+                    self.ready = dict(msg.ready)
+                else:
+                    self._note(msg)
             self._check_launcher()
+        if attached is not None:
+            return attached
         raise SessionLost(f"the launcher of session {self.name} does not answer")
 
     @property

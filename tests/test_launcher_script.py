@@ -90,9 +90,14 @@ except ZeroDivisionError as err:
     raise ValueError("x") from err
 """
     with no_leaks() as watch:
-        run = rplaunch(tmp_path, watch, script, flags=("--devices=inline", "-q"))
-        assert run.wait() == 1
-        assert run.err == _python([str(tmp_path / "train.py")], tmp_path).stderr
+        (tmp_path / "train.py").write_text(script)
+        for words in (["train.py"], [str(tmp_path / "train.py")], ["-m", "train"]):
+            run = Run(tmp_path, watch, [*LAUNCH, "--devices=inline", "-q", *words])
+            assert run.wait() == 1
+            expected = _python(words, tmp_path).stderr.splitlines()
+            # Python itself shows runpy's lines for -m.
+            expected = [line for line in expected if "<frozen runpy>" not in line]
+            assert run.err.splitlines() == expected
 
 
 def test_excepthook_of_the_script(tmp_path: Path) -> None:

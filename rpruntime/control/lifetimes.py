@@ -27,13 +27,13 @@ class Lifetimes:
 
     def __init__(self) -> None:
         self._entries: dict[Key, _Entry] = {}
-        self._reads: dict[Reader, set[Key]] = {}
+        self._reads: dict[Reader, dict[Key, None]] = {}  # ordered, so that a replay frees in the same order
         self._naming: dict[Extent, set[Key]] = {}
 
     def hold(self, key: Key, reader: Reader) -> None:
         """`reader` will read `key`, whether it exists yet or not."""
         self._entries.setdefault(key, _Entry()).readers.add(reader)
-        self._reads.setdefault(reader, set()).add(key)
+        self._reads.setdefault(reader, {})[key] = None
 
     def publish(self, key: Key, extents: Iterable[Extent]) -> list[Extent]:
         """The producer of `key` has committed these extents; returns what can be freed (nobody wanted it)."""
@@ -46,11 +46,11 @@ class Lifetimes:
 
     def release(self, reader: Reader, key: Key | None = None) -> list[Extent]:
         """`reader` is done with `key` (None: with all that it reads); returns the extents that nobody needs now."""
-        held = self._reads.get(reader, set())
+        held = self._reads.get(reader, {})
         keys = [key] if key is not None and key in held else ([] if key is not None else list(held))
         freed: list[Extent] = []
         for done in keys:
-            held.discard(done)
+            del held[done]
             entry = self._entries[done]
             entry.readers.discard(reader)
             if not entry.readers and entry.extents is not None:
@@ -65,7 +65,7 @@ class Lifetimes:
         if entry is None:
             return []
         for reader in entry.readers:
-            self._reads[reader].discard(key)
+            del self._reads[reader][key]
         entry.readers.clear()
         return self._bury(key)
 
@@ -111,5 +111,5 @@ class Lifetimes:
                 reads.setdefault(reader, set()).add(key)
             for extent in entry.extents or ():
                 naming.setdefault(extent, set()).add(key)
-        assert reads == {reader: keys for reader, keys in self._reads.items() if keys}
+        assert reads == {reader: set(keys) for reader, keys in self._reads.items() if keys}
         assert naming == self._naming

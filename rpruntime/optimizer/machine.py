@@ -208,7 +208,8 @@ class _Model:
     reads: list[ReadStateMsg] = field(default_factory=list)
     early: list[SlabReadyMsg] = field(default_factory=list)
     """Gradients that overtook the message announcing them."""
-    norm: float = float("nan")
+    norm: float | None = None
+    """Of the running step; None: not measured, as nothing is clipped."""
 
 
 class OptimizerMachine:
@@ -348,7 +349,7 @@ class OptimizerMachine:
         if any(model.waiting[call] for call in msg.calls):
             return
         model.running = model.steps.popleft()
-        model.norm = float("nan")
+        model.norm = None
         self._out.append(StartClock(number, msg.step))
         if msg.max_grad_norm is None:
             self._step_units(number, model, 1.0)

@@ -13,6 +13,7 @@ import torch
 
 from rpruntime.optimizer import machine as m
 from rpruntime.optimizer.units import Unit, revive_optimizer
+from rpruntime.recording import record
 from rpruntime.store.arena import Arena
 from rpruntime.store.handle import Extent, Payload, TensorHandle
 from rpruntime.store.values import put_together, take_apart
@@ -45,6 +46,7 @@ class OptimizerShell:
         self._arena = arena
         self._store = arena.store
         self._machine = m.OptimizerMachine(workers)
+        record(self._machine, post.role)
         self._models: dict[int, _Model] = {}
         self._started: dict[tuple[int, int], float] = {}
         self._todo: deque[Any] = deque()

@@ -7,8 +7,7 @@
 
 Readers take the root of the file system as an argument, so that tests can bring their own. Some virtual
 machines start with a small MemTotal that grows as memory is used: there MemAvailable is no limit, and
-`--host-memory GIB` replaces it. The tmpfs and the cgroup are enforced by the kernel, so nothing replaces
-those.
+`--host-memory GIB` replaces it. Nothing replaces the tmpfs and the cgroup, which the kernel enforces.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Life of shared-memory segments: made by the launcher, nameless from the first moment, handed out as
-descriptors.
+"""Life of shared-memory segments: made by the launcher, nameless from the start, handed out as descriptors.
 
     process                     launcher (one thread a connection)
       | -- auth token, owner -->  |  uid by SO_PEERCRED, then the token

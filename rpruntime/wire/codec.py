@@ -15,8 +15,8 @@ import msgpack
 
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_STRUCT_DEPTH = 16
-"""Structures within structures. Each level is a C call of msgpack with its own 50 KB of stack: without a limit a short
-message of nested extensions would end the process."""
+"""Structures within structures. Each level is a C call of msgpack with about 50 KB of stack of its own: without a
+limit a short message of nested extensions would end the process."""
 _STRUCT = 1
 
 T = TypeVar("T")

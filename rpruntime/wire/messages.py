@@ -457,7 +457,7 @@ class StepDoneMsg:
 
     model: int
     step: int
-    grad_norm: float
+    grad_norm: float | None
     skipped: bool
     seconds: float
 

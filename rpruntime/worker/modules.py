@@ -46,6 +46,12 @@ class LayerModule:
             for local in owner._buffers
             for name in [f"{prefix}.{local}" if prefix else local]
         ]
+        self._silent = {
+            name
+            for name, owner, local in self._buffers
+            if isinstance(owner, nn.modules.batchnorm._NormBase) or local.startswith("running_")
+        }
+        """Buffers that torch's kernels write in training mode without telling their version counters."""
         self._modes = [(module, module.training) for module in self.module.modules()]
         self._cache: dict[str, _CachedBuffer] = {}
         self._bound: dict[str, tuple[torch.Tensor, int]] = {}
@@ -93,6 +99,10 @@ class LayerModule:
             if handle is None:
                 owner._buffers[local] = None
                 continue
+            if name in self._silent and owner.training:
+                self._cache.pop(name, None)
+                owner._buffers[local] = upload(handle)
+                continue
             cached = self._cache.get(name)
             if cached is None or cached.handle != handle or cached.tensor._version != cached.version:
                 tensor = upload(handle)
@@ -101,7 +111,7 @@ class LayerModule:
             self._bound[name] = (cached.tensor, cached.version)
 
     def buffers_now(self) -> tuple[dict[str, torch.Tensor | None], set[str]]:
-        """(all buffers, names of those that forward changed or replaced)."""
+        """(all buffers, names of those that forward changed or replaced, or may have changed)."""
         now = {name: owner._buffers.get(local) for name, owner, local in self._buffers}
         changed = {
             name

@@ -7,6 +7,7 @@ import sys
 from collections import deque
 from typing import Any
 
+from rpruntime.recording import record
 from rpruntime.store.arena import Arena
 from rpruntime.wire.mailbox import Post
 from rpruntime.wire.codec import unpack_struct
@@ -37,6 +38,7 @@ class WorkerShell:
         self._transfers = transfers
         self._device_name = device_name
         self._machine = m.WorkerMachine(post.role, peers)
+        record(self._machine, post.role)
         self._models: dict[int, WorkerModel] = {}
         self._stages: dict[int, Stage] = {}
         self._finishing: list[Stage] = []
