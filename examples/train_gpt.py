@@ -5,10 +5,10 @@
     rplaunch examples/train_gpt.py --help                all that can be changed
     python examples/train_gpt.py                         the same without the launcher
 
-The text is the English manual that every Python carries (what `help("topics")` shows), or your own files. It is an
-ordinary PyTorch script: model, optimizer, LR scheduler and loop are as always, and three lines hand the work to
-rpruntime: `rp.RoundPipe(...)`, `pipe.forward_backward(...)` and `pipe.step()`. The results go to stdout, all else to
-stderr.
+The text is the English manual that every Python carries (what `help("topics")` shows), or your own files.
+This is an ordinary PyTorch script: model, optimizer, LR scheduler and loop are as always. Three lines hand the
+work to rpruntime: `rp.RoundPipe(...)`, `pipe.forward_backward(...)` and `pipe.step()`. Results go to stdout, all
+else to stderr.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,7 @@ import rpruntime as rp
 
 VOCABULARY = 256  # a token is a byte: no tokenizer, no unknown words
 WARM_UP_STEPS = 20
+LINE_EVERY_S = 1.5
 MAX_VALIDATION_BATCHES = 100  # the whole of the manual's last tenth, and not hours of a large corpus's
 
 
@@ -86,15 +88,19 @@ def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def make_plan(num_layers: int) -> rp.ExecutionPlan:
-    import os
-    kind = os.environ.get("PLAN", "auto")
-    if kind == "auto": return "auto"
-    if kind[0] == "h":
-        k = int(kind[1:])
-        return rp.ExecutionPlan([range(k)], [range(k, num_layers), range(k)])
-    if kind[0] == "s":
-        return rp.ExecutionPlan([], [range(num_layers)], int(kind[1:]))
+def make_plan(kind: str, num_layers: int) -> rp.ExecutionPlan:
+    """Which layers run together on a device. The result is the same for every plan; only the time differs.
+
+    One layer per stage is right for a big model: a device never needs to hold more than one layer. But every hop
+    to the next stage costs messages and copies, which layers as small as these do not repay. So half a model runs
+    at a time: the lower half forward, the upper half forward and backward, the lower half backward.
+    """
+    half = num_layers // 2
+    if kind == "halves":
+        return rp.ExecutionPlan(forward=[range(half)], backward=[range(half, num_layers), range(half)])
+    if kind == "whole":  # all of it at once, so nothing is computed twice; a device takes every other micro-batch
+        return rp.ExecutionPlan(forward=[], backward=[range(num_layers)], round_size=1)
+    return rp.ExecutionPlan.one_layer_a_stage(num_layers)
 
 
 def make_optimizer(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
@@ -128,8 +134,8 @@ def split_text(text: bytes, context: int) -> tuple[Tensor, Tensor]:
     training, validation = data[: len(data) * 9 // 10], data[len(data) * 9 // 10 :]
     if len(validation) <= context:
         give_up(
-            f"the text has {len(data):,} bytes, so {len(validation):,} for validation, and a context of {context} "
-            f"needs {context + 1:,}: give at least {10 * (context + 1):,} bytes with --data or a smaller --context"
+            f"the text has {len(data):,} bytes, {len(validation):,} of them for validation; a context of {context} "
+            f"needs {context + 1:,} there: give at least {10 * (context + 1):,} bytes or a smaller --context"
         )
     return training, validation
 
@@ -146,48 +152,63 @@ def random_batches(data: Tensor, rows: int, context: int, seed: int) -> Iterator
         yield windows(data, torch.randint(len(data) - context, (rows,), generator=generator), context)
 
 
-def validation_batches(data: Tensor, rows: int, context: int) -> Iterator[tuple[Tensor, Tensor]]:
+def validation_batches(data: Tensor, rows: int, context: int, watch: Watch) -> Iterator[tuple[Tensor, Tensor]]:
     """The text once, front to back, in batches of nearly equal size."""
     starts = torch.arange(0, len(data) - context, context)
-    for some in starts.tensor_split(math.ceil(len(starts) / rows)):
-        yield windows(data, some, context)
+    batches = starts.tensor_split(math.ceil(len(starts) / rows))[:MAX_VALIDATION_BATCHES]
+    for number, batch in enumerate(batches):
+        watch.show(number / len(batches), f"validation batch {number + 1} of {len(batches)}")
+        yield windows(data, batch, context)
 
 
 # --- what is shown meanwhile
 
 
-class Watch(Progress):
-    """A bar on a terminal, otherwise a line every two seconds; on stderr either way."""
+class Watch:
+    """A bar on a terminal, otherwise a calm line now and then; on stderr either way."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
-        super().__init__(BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console)
-        self.disable = not console.is_terminal
+        columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        self.bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        self.task = self.bar.add_task("first step", total=1.0)
         self.begin = time.monotonic()
-        self.bar = self.add_task("", total=1.0)
-        self._said = -math.inf
+        self.next_line_s = 0.0
+
+    def __enter__(self) -> Watch:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.begin
 
     def show(self, done: float, text: str) -> None:
-        self.update(self.bar, completed=done, description=text)
-        if self.disable and self.seconds - self._said > 1.5:
-            self._said = self.seconds
+        """`done` goes from 0 to 1."""
+        self.bar.update(self.task, completed=done, description=text)
+        if self.bar.disable and self.seconds >= self.next_line_s:
+            self.next_line_s = self.seconds + LINE_EVERY_S
             print(f"{text}  {self.seconds:.0f} s", file=sys.stderr, flush=True)
 
 
-class Budget:
-    """How much of the run is over: by steps or by the clock, whichever is further along."""
+# --- the run
 
-    def __init__(self, steps: int | None, minutes: float | None) -> None:
-        self.steps = steps or math.inf
-        self.seconds = 60 * minutes if minutes else math.inf
+
+class Budget:
+    """How much of the training is over, and the learning rate that goes with it."""
+
+    def __init__(self, steps: int, minutes: float | None) -> None:
+        self.steps, self.minutes = steps, minutes
         self.begin = time.monotonic()
 
-    def spent(self, step: int) -> float:  # 0 to 1
-        return min(1.0, max(step / self.steps, (time.monotonic() - self.begin) / self.seconds))
+    def spent(self, step: int) -> float:
+        """From 0 to 1: by the clock if minutes were asked for, else by steps."""
+        if self.minutes:
+            return min(1.0, (time.monotonic() - self.begin) / (60 * self.minutes))
+        return min(1.0, step / self.steps)
 
     def lr_factor(self, step: int) -> float:
         """A short warm-up, then half a cosine down to a tenth."""
@@ -195,32 +216,10 @@ class Budget:
         return min(1.0, (step + 1) / WARM_UP_STEPS) * (0.1 + 0.9 * cosine)
 
 
-# --- the run
-
-
-def train(pipe: rp.RoundPipe, scheduler: torch.optim.lr_scheduler.LRScheduler, budget: Budget, batches: Iterator[tuple[Tensor, Tensor]], max_grad_norm: float | None, watch: Watch) -> int:
-    raise NotImplementedError
-
-
-@torch.inference_mode()
-def write(model: nn.Module, prompt: bytes, length: int, context: int, temperature: float, seed: int) -> Iterator[int]:
-    """The bytes that the model puts after the prompt."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = list(prompt)
-    model.eval()
-    for _ in range(length):
-        logits = model(torch.tensor([tokens[-context:]]))[0, -1].float()
-        if temperature > 0:
-            tokens.append(int(torch.multinomial((logits / temperature).softmax(0), 1, generator=generator)))
-        else:
-            tokens.append(int(logits.argmax()))
-        yield tokens[-1]
-
-
 def main() -> None:
     args = parse_arguments()
-    torch.manual_seed(args.seed)
     training, validation = split_text(read_text(args.data), args.context)
+    torch.manual_seed(args.seed)
 
     model = make_model(args.layers, args.width, args.heads, args.context)
     optimizer = make_optimizer(model, args.lr, args.weight_decay)
@@ -233,48 +232,134 @@ def main() -> None:
         num_microbatches=args.num_microbatches,
         dtype=getattr(torch, args.dtype),
         asynchronous=args.asynchronous,
-        plan=make_plan(len(model)),
+        plan=make_plan(args.plan, len(model)),
     )
-    num_parameters = sum(p.numel() for p in model.parameters())
-    print(f"{num_parameters:,} parameters, {len(training):,} bytes to train on", file=sys.stderr)
-
     with pipe, Watch() as watch:
         step = 0
         for inputs, targets in random_batches(training, args.batch_size, args.context, args.seed):
-            if budget.spent(step) >= 1:
-                break
-            pipe.forward_backward(inputs, targets)  # queues and returns: the next batch is cut while this one runs
+            pipe.forward_backward(inputs, targets)  # queues and returns; the devices work while the loop goes on
             pipe.step(max_grad_norm=args.max_grad_norm or None)
             scheduler.step()
             step += 1
-            loss = f"{pipe.last_step.loss:.3f}" if pipe.last_step else "-"  # the newest that is known, without waiting
-            rate = step * inputs.numel() / watch.seconds
-            watch.show(budget.spent(step), f"step {step}  loss {loss}  {rate:,.0f} tokens/s")
-        pipe.synchronize()
+            watch.show(budget.spent(step), progress_text(pipe, step, step * inputs.numel() / watch.seconds))
+            if budget.spent(step) >= 1:
+                break
+        pipe.synchronize()  # waits for the steps still queued; from here on `model` holds the newest weights
         seconds = watch.seconds
+        trained = f"trained {step} steps, {step * inputs.numel():,} bytes, in {seconds:.1f} s"
+        result = pipe.evaluate(validation_batches(validation, args.batch_size, args.context, watch))
+        sample = write(model, args, watch) if args.generate > 0 else ""
 
-        batches = validation_batches(validation, args.batch_size, args.context)
-        result = pipe.evaluate(batches, max_batches=MAX_VALIDATION_BATCHES)
-    print(f"{step} steps {seconds:.1f} s {step*args.batch_size*args.context/seconds:.0f} tok/s val {result.loss:.4f} items {result.num_items} {watch.seconds-seconds:.1f}")
-    t = time.time()
-    print(bytes(write(model, args.prompt.encode(), args.generate, args.context, args.temperature, args.seed)).decode("utf-8", "replace"))
-    print("gen", time.time() - t)
+    print(f"{trained}; training loss {pipe.last_step.loss:.3f} nats per byte")
+    print(f"validation loss {result.loss:.3f} nats per byte")
+    if sample:
+        print(f"\n{sample}")
+
+
+def progress_text(pipe: rp.RoundPipe, step: int, rate: float) -> str:
+    newest = pipe.last_step  # the newest step that is done; float(loss) would wait for this one
+    loss = f"loss {newest.loss:.3f}" if newest else "loss -"
+    return f"step {step}  {loss}  {rate:,.0f} tokens/s"
+
+
+@torch.inference_mode()
+def write(model: nn.Module, args: argparse.Namespace, watch: Watch) -> str:
+    """The prompt and what the model makes of it. The model runs right here, as any module does."""
+    torch.set_num_threads(1)  # one row of bytes at a time is too little work to share
+    generator = torch.Generator().manual_seed(args.seed)
+    tokens = list(args.prompt.encode(errors="surrogateescape")) or [ord("\n")]
+    model.eval()
+    for count in range(args.generate):
+        watch.show(count / args.generate, f"writing byte {count + 1} of {args.generate}")
+        logits = model(torch.tensor([tokens[-args.context :]]))[0, -1].float()
+        if args.temperature:
+            chances = (logits / args.temperature).softmax(0)
+            tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
+        else:
+            tokens.append(int(logits.argmax()))
+    text = bytes(tokens).decode(errors="replace")
+    return "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in text)
+
+
+# --- the command line
 
 
 def parse_arguments() -> argparse.Namespace:
-    p = argparse.ArgumentParser()
-    p.add_argument("--data", nargs="+", type=Path, default=[])
-    p.add_argument("--steps", type=int)
-    p.add_argument("--minutes", type=float)
-    for k, v in dict(layers=4, width=192, heads=3, batch_size=16, context=128, lr=3e-3, num_microbatches=4, dtype="float32", max_grad_norm=1.0, seed=0, weight_decay=0.1, prompt="The ", generate=200, temperature=0.8).items():
-        p.add_argument("--" + k.replace("_", "-"), type=type(v), default=v)
-    p.add_argument("--asynchronous", action="store_true")
-    return p.parse_args()
+    parser = argparse.ArgumentParser(
+        prog="train_gpt.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+    group = parser.add_argument_group("text")
+    files = "files to learn from, joined; their last 10%% is for validation"
+    group.add_argument("--data", nargs="+", type=Path, default=[], metavar="FILE", help=files)
+    flag(group, "--context", count, 128, "bytes that the model sees at a time")
+
+    group = parser.add_argument_group("model")
+    flag(group, "--layers", count, 4, "transformer blocks")
+    flag(group, "--width", count, 128, "numbers that stand for a byte inside the model")
+    flag(group, "--heads", count, 2, "attention heads, among which the width is divided")
+
+    group = parser.add_argument_group("training")
+    flag(group, "--steps", count, 400, "optimizer steps")
+    group.add_argument("--minutes", type=positive, metavar="X", help="train for so long instead")
+    flag(group, "--batch-size", count, 16, "windows of text in a step")
+    flag(group, "--lr", positive, 4e-3, "highest learning rate, after the warm-up and before the cosine")
+    flag(group, "--weight-decay", not_negative, 0.1, "pull of the matrices towards zero")
+    flag(group, "--max-grad-norm", not_negative, 1.0, "clip gradients to this norm; 0: do not")
+    flag(group, "--seed", int, 0, "of the first weights, the batches and the sample")
+
+    group = parser.add_argument_group("how rpruntime runs it")
+    flag(group, "--num-microbatches", count, 4, "parts of a batch that follow each other through the stages")
+    flag(group, "--plan", ["halves", "layers", "whole"], "halves", "what runs together; changes the time only")
+    flag(group, "--dtype", ["float32", "bfloat16"], "float32", "of the layers; the optimizer's is float32")
+    stale = "let each step start from weights that are one step old, so that devices never wait"
+    group.add_argument("--asynchronous", action="store_true", help=stale)
+
+    group = parser.add_argument_group("sample")
+    flag(group, "--prompt", str, "The ", "text to continue")
+    flag(group, "--generate", int, 300, "bytes to write; 0: none")
+    flag(group, "--temperature", not_negative, 0.7, "0: always the likeliest byte; higher: more daring")
+
+    args = parser.parse_args()
+    if args.width % args.heads:
+        give_up(f"--width {args.width} cannot be divided among --heads {args.heads}: make it a multiple")
+    return args
 
 
-def give_up(sentence: str) -> None:
+def flag(group: Any, name: str, kind: Any, default: object, text: str) -> None:
+    """A flag with a default. `kind`: a function that reads the word, or the words to choose from."""
+    how: dict[str, Any] = {"choices": kind} if isinstance(kind, list) else {"type": kind, "metavar": "X"}
+    group.add_argument(name, default=default, help=f"{text} (default: {default})", **how)
+
+
+def count(word: str) -> int:
+    value = int(word)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{word} is not a positive number")
+    return value
+
+
+def positive(word: str) -> float:
+    value = float(word)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{word} is not a positive number")
+    return value
+
+
+def not_negative(word: str) -> float:
+    value = float(word)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{word} is negative or infinite")
+    return value
+
+
+def give_up(sentence: str) -> NoReturn:
     sys.exit(f"train_gpt.py: {sentence}")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("train_gpt.py: interrupted", file=sys.stderr)
+        sys.exit(130)

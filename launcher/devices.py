@@ -135,9 +135,7 @@ def _visible(environ: Mapping[str, str], gpus: tuple[Gpu, ...]) -> tuple[Device,
             raise ConfigError(
                 f"CUDA_VISIBLE_DEVICES={setting!r} names a device twice: CUDA refuses that, name each once"
             )
-    return tuple(
-        Device(f"cuda:{index}", token, gpu.name, gpu.memory_bytes) for index, (gpu, token) in enumerate(found)
-    )
+    return tuple(Device(f"cuda:{index}", token, gpu.name, gpu.memory_bytes) for index, (gpu, token) in enumerate(found))
 
 
 def _find(token: str, gpus: tuple[Gpu, ...], setting: str) -> Gpu:
@@ -145,9 +143,7 @@ def _find(token: str, gpus: tuple[Gpu, ...], setting: str) -> Gpu:
         if int(token) < len(gpus):
             return gpus[int(token)]
         there = f"GPUs 0 to {len(gpus) - 1}" if gpus else "no GPU"
-        raise ConfigError(
-            f"CUDA_VISIBLE_DEVICES={setting!r}: there is no GPU {token}, this machine has {there}"
-        )
+        raise ConfigError(f"CUDA_VISIBLE_DEVICES={setting!r}: there is no GPU {token}, this machine has {there}")
     if token.startswith(("GPU-", "MIG-")):
         every = [one for gpu in gpus for one in (gpu, *gpu.mig)]
         # CUDA takes a unique beginning of a uuid too.
@@ -205,10 +201,7 @@ def _describe(nvml: ctypes.CDLL, handle: ctypes.c_void_p, mig: tuple[Gpu, ...] =
 def _mig_instances(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> tuple[Gpu, ...]:
     current, pending, most = ctypes.c_uint(), ctypes.c_uint(), ctypes.c_uint()
     try:
-        if (
-            nvml.nvmlDeviceGetMigMode(handle, ctypes.byref(current), ctypes.byref(pending)) != 0
-            or not current.value
-        ):
+        if nvml.nvmlDeviceGetMigMode(handle, ctypes.byref(current), ctypes.byref(pending)) != 0 or not current.value:
             return ()
         if nvml.nvmlDeviceGetMaxMigDeviceCount(handle, ctypes.byref(most)) != 0:
             return ()

@@ -138,9 +138,7 @@ class Launcher:
                 return
         # Only a process in uninterruptible sleep gets here; its end is the kernel's.
         for role, proc in list(supervisor.procs.items()):
-            self._screen.warn(
-                f"rpruntime: {role} (pid {proc.popen.pid}) cannot be killed, it hangs in the kernel"
-            )
+            self._screen.warn(f"rpruntime: {role} (pid {proc.popen.pid}) cannot be killed, it hangs in the kernel")
             del supervisor.procs[role]
 
     def _read_mail(self) -> None:

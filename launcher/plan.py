@@ -1,4 +1,4 @@
-"""What is to be launched: devices, roles, threads, folder. Light, as the first line on screen waits for it."""
+"""What is to be launched: devices, roles, threads, folder. Light: the first line on screen waits for it."""
 
 from __future__ import annotations
 

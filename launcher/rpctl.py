@@ -174,9 +174,7 @@ def _stop(words: list[str]) -> int:
     while start_time(pid) == started and time.monotonic() < deadline:
         time.sleep(0.05)
     if start_time(pid) == started:
-        raise _Refused(
-            f"session {path.name} (launcher {pid}) did not end within {_STOP_TIMEOUT_S:.0f} s of SIGTERM"
-        )
+        raise _Refused(f"session {path.name} (launcher {pid}) did not end within {_STOP_TIMEOUT_S:.0f} s of SIGTERM")
     print(f"session {path.name} has ended")
     return 0
 

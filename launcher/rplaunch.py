@@ -141,9 +141,7 @@ def _dry_run(line: CommandLine, plan: Plan) -> int:
 class ScriptRun:
     """The script's process, and what signals to rplaunch mean for it."""
 
-    def __init__(
-        self, launcher: Launcher, wakeup: Wakeup, screen: Screen, words: list[str], grace_s: float
-    ) -> None:
+    def __init__(self, launcher: Launcher, wakeup: Wakeup, screen: Screen, words: list[str], grace_s: float) -> None:
         import subprocess
 
         self._launcher = launcher
@@ -191,9 +189,7 @@ class ScriptRun:
         return code if code >= 0 else 128 - code
 
     def _timeout(self) -> float:
-        due = [
-            when for when in (self._forward_at, self._forced[0] if self._forced else None) if when is not None
-        ]
+        due = [when for when in (self._forward_at, self._forced[0] if self._forced else None) if when is not None]
         return max(0.0, min([0.2, *(when - time.monotonic() for when in due)]))
 
     def _read_ack(self) -> bool:
@@ -231,9 +227,7 @@ class ScriptRun:
         if self._forced is not None and now >= self._forced[0]:
             code = self._forced[1]
             self._forced = None
-            self._screen.warn(
-                f"rpruntime: the script did not end within {self._grace_s:g} s of the signal: killed"
-            )
+            self._screen.warn(f"rpruntime: the script did not end within {self._grace_s:g} s of the signal: killed")
             self._end_script(code)
 
     def _end_script(self, code: int) -> None:

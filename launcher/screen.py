@@ -42,9 +42,7 @@ def devices_line(devices: tuple[Device, ...], memory: HostMemory) -> str:
         text = "inline (this process)"
     else:
         text = ", ".join(device.name for device in devices)
-        models = list(
-            dict.fromkeys((device.model, device.memory_bytes) for device in devices if device.model)
-        )
+        models = list(dict.fromkeys((device.model, device.memory_bytes) for device in devices if device.model))
         text += "".join(f" {model.removeprefix('NVIDIA ')} {size / 1e9:.0f} GB" for model, size in models)
     cgroup = f" (cgroup {gib(memory.cgroup_limit)})" if memory.cgroup_limit is not None else ""
     return (

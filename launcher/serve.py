@@ -36,9 +36,7 @@ def main(argv: list[str]) -> int:
     os.set_inheritable(ready_fd, False)
     wakeup = Wakeup()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(
-        signal.SIGHUP, signal.SIG_IGN
-    )  # a terminal that closes ends the script, which is what counts
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal that closes ends the script, which is what counts
     wakeup.install((signal.SIGTERM, signal.SIGCHLD))
     launcher = None
     try:

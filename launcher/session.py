@@ -136,9 +136,7 @@ class SessionFolder:
             self._lock_fd = -1
 
 
-def create_session(
-    base: Path, name: str | None, config: dict[str, Any], script: dict[str, Any]
-) -> SessionFolder:
+def create_session(base: Path, name: str | None, config: dict[str, Any], script: dict[str, Any]) -> SessionFolder:
     """Make the folder of a new session; its keys come later. `config` gets `log_dir`, if it has none.
 
     Raises:
@@ -164,9 +162,7 @@ def _make_folder(base: Path, name: str | None) -> Path:
         path = base / name
         if path.exists():
             if is_alive(path):
-                raise ConfigError(
-                    f"a session named {name} is running ({path}): choose another --name or stop it"
-                )
+                raise ConfigError(f"a session named {name} is running ({path}): choose another --name or stop it")
             _remove_remains(path)
         path.mkdir(mode=0o700, exist_ok=True)
         return path

@@ -173,22 +173,26 @@ class Client:
     # --- messages
 
     def _receive(self) -> None:
-        while not self._closed:
-            try:
-                if not self.session.post.wait(CHECK_INTERVAL_S):
-                    continue
-                with self._changed:
-                    if self._closed:
-                        return
-                    for msg in self.session.post.receive():
-                        self._take(msg)
-                    self._changed.notify_all()
-            except BaseException as err:
-                log.exception("in the client's receiver")
-                with self._changed:
-                    self._broken = self._broken or err
-                    self._changed.notify_all()
-                return
+        try:
+            while self._take_messages():
+                pass
+        except BaseException as err:
+            log.exception("in the client's receiver")
+            with self._changed:
+                self._broken = self._broken or err
+                self._changed.notify_all()
+
+    def _take_messages(self) -> bool:
+        """Take in what has come; False: the client is closed."""
+        came = self.session.post.wait(CHECK_INTERVAL_S)
+        with self._changed:
+            if self._closed:
+                return False
+            if came:
+                for msg in self.session.post.receive():
+                    self._take(msg)
+                self._changed.notify_all()
+        return True
 
     def _take(self, msg: Any) -> None:
         if self._machine.understands(msg):

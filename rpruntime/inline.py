@@ -92,7 +92,8 @@ class InlineSession:
         state = torch.get_rng_state(), random.getstate()
         busy = False
         try:
-            for post, shell in (self._optimizer, *self._workers):
+            roles: list[tuple[_Post, WorkerShell | OptimizerShell]] = [self._optimizer, *self._workers]
+            for post, shell in roles:
                 messages = post.receive()
                 busy = shell.step(messages) or bool(messages) or busy
             return busy or any(shell.is_waiting_for_copies for _, shell in self._workers)

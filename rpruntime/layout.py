@@ -54,7 +54,7 @@ def check_model(model: Any) -> None:
     if len(model) == 0:
         raise ConfigError("the model is empty: nn.Sequential needs at least one layer")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        if nn.parameter.is_lazy(tensor):
             raise ConfigError(f"{name} has no shape yet: run one batch through lazy modules before wrapping the model")
         if tensor.device.type == "meta":
             raise ConfigError(f"{name} is on the meta device: load or initialise the model on the CPU first")
@@ -94,7 +94,7 @@ def lay_out(
     """Cut a checked model into storage units: one for a layer's trainable parameters, one for its frozen ones, one for
     each parameter that several positions share."""
     names = list(model._modules)
-    layout = ModelLayout([model._modules[name] for name in names], names)  # type: ignore[misc]
+    layout = ModelLayout([model._modules[name] for name in names], names)
     positions: dict[int, list[int]] = {}
     for position, layer in enumerate(layout.layers):
         for parameter in dict.fromkeys(layer.parameters()):

@@ -262,13 +262,13 @@ class RoundPipe:
 
     def _hyper_parameters(self) -> tuple[dict[str, Any], ...]:
         assert self.optimizer is not None
-        groups = []
+        groups: list[dict[str, Any]] = []
         for number, group in enumerate(self.optimizer.param_groups):
             if any(id(p) not in self._stepped for p in group["params"] if p.requires_grad):
                 raise ConfigError(
                     f"param_groups[{number}] was changed after the model was wrapped: add groups first, then make the RoundPipe"
                 )
-            plain = {}
+            plain: dict[str, Any] = {}
             for key, value in group.items():
                 if isinstance(value, torch.Tensor) and value.numel() == 1:
                     value = value.item()

@@ -17,9 +17,7 @@ SLICED = Gpu(
 )
 
 
-def found(
-    spec: str, visible: str | None, gpus: tuple[Gpu, ...] = (A, B), cores: int = 8
-) -> tuple[Device, ...]:
+def found(spec: str, visible: str | None, gpus: tuple[Gpu, ...] = (A, B), cores: int = 8) -> tuple[Device, ...]:
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     return resolve_devices(spec, environ=environ, probe=lambda: gpus, cores=cores)
 

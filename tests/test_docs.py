@@ -123,17 +123,11 @@ def test_flags_of_rplaunch_exist() -> None:
 
 def test_every_flag_is_in_the_table_and_none_else() -> None:
     text = re.sub(r"^```.*?^```$", "", README, flags=re.M | re.S)
-    named = {
-        word
-        for code in re.findall(r"`([^`\n]+)`", text)
-        for word in re.findall(r"(?<!\S)--[a-z][a-z-]*", code)
-    }
+    named = {word for code in re.findall(r"`([^`\n]+)`", text) for word in re.findall(r"(?<!\S)--[a-z][a-z-]*", code)}
     known = {f"--{flag.name}" for flag in FLAGS} | {"--dry-run", "--version", "--help"}
     assert named - OTHERS - known == {"--logs"}
     table = {
-        word
-        for row in re.findall(r"^\| (`-.*?) \|", README, flags=re.M)
-        for word in re.findall(r"--[a-z-]+", row)
+        word for row in re.findall(r"^\| (`-.*?) \|", README, flags=re.M) for word in re.findall(r"--[a-z-]+", row)
     }
     assert table == known
     shorts = {f"-{flag.short}" for flag in FLAGS if flag.short}

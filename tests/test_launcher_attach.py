@@ -138,7 +138,7 @@ def test_name_in_use(tmp_path: Path) -> None:
         assert first.wait() == 143
 
 
-@pytest.mark.parametrize("how", [rplaunch, plain_python])
+@pytest.mark.parametrize("how", [rplaunch, pytest.param(plain_python, marks=pytest.mark.slow)])
 def test_forked_child_runs_no_cleanup(tmp_path: Path, how) -> None:
     """D3: children that end by themselves leave session and segments alone."""
     script = (
@@ -170,9 +170,7 @@ print(bytes(memory[:5]), len(session.segments.create(10)[1]), session.launcher_a
 """
     )
     with no_leaks() as watch:
-        run = how(
-            tmp_path, watch, script, **{"PYTHONWARNINGS": "error"} if sys.version_info < (3, 12) else {}
-        )
+        run = how(tmp_path, watch, script, **{"PYTHONWARNINGS": "error"} if sys.version_info < (3, 12) else {})
         assert run.wait() == 0, run.err
         assert "refused: this process was forked" in run.out
         assert "b'\\x00\\x01\\x02\\x03\\x04' 10 True 3" in run.out
@@ -298,9 +296,7 @@ def test_rpctl_words(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_clean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with no_leaks(sockets=False) as watch:
-        run = rplaunch(
-            tmp_path, watch, WAIT_READY + "print('ready', flush=True)\nimport time\ntime.sleep(60)"
-        )
+        run = rplaunch(tmp_path, watch, WAIT_READY + "print('ready', flush=True)\nimport time\ntime.sleep(60)")
         run.wait_for("ready")
         script = run.script_pid()
         run.popen.kill()

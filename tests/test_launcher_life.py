@@ -48,7 +48,7 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("how", [rplaunch, plain_python])
+@pytest.mark.parametrize("how", [pytest.param(rplaunch, marks=pytest.mark.slow), plain_python])
 def test_launcher_is_killed(tmp_path: Path, how) -> None:
     """Children end, the script gets SessionLost and keeps its memory."""
     with no_leaks(sockets=False) as watch:
@@ -68,7 +68,7 @@ def test_launcher_is_killed(tmp_path: Path, how) -> None:
     assert {path.suffix for path in folder.iterdir()} == {".log"}
 
 
-@pytest.mark.parametrize("how", [rplaunch, plain_python])
+@pytest.mark.parametrize("how", [pytest.param(rplaunch, marks=pytest.mark.slow), plain_python])
 def test_script_is_killed(tmp_path: Path, how) -> None:
     with no_leaks() as watch:
         run = how(tmp_path, watch, STAYS)
@@ -91,7 +91,7 @@ def test_child_is_killed_and_the_run_goes_on(tmp_path: Path, role: str) -> None:
         assert f"{role} " in run.err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("how", [rplaunch, plain_python])
+@pytest.mark.parametrize("how", [pytest.param(rplaunch, marks=pytest.mark.slow), plain_python])
 def test_everybody_is_killed_at_once(tmp_path: Path, how) -> None:
     with no_leaks(sockets=False) as watch:
         run = how(tmp_path, watch, STAYS, FAKE_SEGMENT="1000000")
@@ -179,7 +179,7 @@ def test_file_of_another_user_in_place(tmp_path: Path) -> None:
         assert "belongs to uid 12345, not to you (uid 0); using /tmp/rpruntime-0.1" in run.err
 
 
-@pytest.mark.parametrize("kind", ["long", "space", "not writable", "missing"])
+@pytest.mark.parametrize("kind", ["long", "space", "not writable", pytest.param("missing", marks=pytest.mark.slow)])
 def test_temporary_folder_does_not_matter(tmp_path: Path, kind: str) -> None:
     folder = {
         "long": tmp_path / ("x" * 150),
@@ -211,9 +211,7 @@ session.segments.create(100)
     with no_leaks() as watch:
         run = rplaunch(tmp_path, watch, script)
         assert run.wait() == 0, run.err
-        assert re.search(
-            r"ConfigError: session \S+ is used by process \d+; one controller at a time", run.out
-        )
+        assert re.search(r"ConfigError: session \S+ is used by process \d+; one controller at a time", run.out)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs a mount namespace")

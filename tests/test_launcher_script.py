@@ -24,9 +24,7 @@ print(sys.modules["__main__"].__dict__ is globals(), {k for k in os.environ if "
 
 def _python(words: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, *words], cwd=cwd, env=environ, capture_output=True, text=True, check=False
-    )
+    return subprocess.run([sys.executable, *words], cwd=cwd, env=environ, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("how", ["script", "folder", "link", "module", "package"])

@@ -52,20 +52,16 @@ def test_one_section_a_class() -> None:
 def test_fields_and_types_are_named(name: str) -> None:
     rows = re.findall(r"^\| `(\w+)` \| `([^`]*)` \| (.*) \|$", DOCUMENTED[name], flags=re.M)
     fields = dataclasses.fields(ALL[name])
-    assert [(field, kind.replace("\\|", "|")) for field, kind, _ in rows] == [
-        (f.name, f.type) for f in fields
-    ]
+    assert [(field, kind.replace("\\|", "|")) for field, kind, _ in rows] == [(f.name, f.type) for f in fields]
     for (_, _, meaning), field in zip(rows, fields, strict=True):
         default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         assert ("May be missing" in meaning) == default, field.name
 
 
 def test_version_and_limits() -> None:
-    assert re.findall(r"^Protocol version: \*\*(\d+)\*\*$", PAGE, flags=re.M) == [
-        str(messages.PROTOCOL_VERSION)
-    ]
+    assert re.findall(r"^Protocol version: \*\*(\d+)\*\*$", PAGE, flags=re.M) == [str(messages.PROTOCOL_VERSION)]
     assert f"{MAX_MESSAGE_BYTES:,}".replace(",", " ") + " bytes" in PAGE
-    assert f"nest up to {codec.MAX_STRUCT_DEPTH} deep" in PAGE
+    assert f"nest up to {codec.MAX_STRUCT_DEPTH} deep" in " ".join(PAGE.split())
 
 
 # --- examples of every class, made from the types of its fields

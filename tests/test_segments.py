@@ -88,9 +88,7 @@ def test_release_owner(server: SegmentServer, client: SegmentClient, tmp_path: P
     peer.close()
 
 
-def test_memory_is_reserved_and_goes_with_the_last_holder(
-    server: SegmentServer, client: SegmentClient
-) -> None:
+def test_memory_is_reserved_and_goes_with_the_last_holder(server: SegmentServer, client: SegmentClient) -> None:
     nbytes = 64 << 20
     segment, memory = client.create(nbytes)
     fd, _ = server._segments[segment]
@@ -271,12 +269,8 @@ def test_token_is_needed(
     assert len([record for record in caplog.records if "dropped" in record.message]) == 1, "said once"
 
 
-@pytest.mark.parametrize(
-    "request_", [{"op": "nonsense"}, {}, {"op": "create", "nbytes": -1}, {"op": "create"}]
-)
-def test_unknown_request_drops_the_peer(
-    server: SegmentServer, tmp_path: Path, request_: dict[str, object]
-) -> None:
+@pytest.mark.parametrize("request_", [{"op": "nonsense"}, {}, {"op": "create", "nbytes": -1}, {"op": "create"}])
+def test_unknown_request_drops_the_peer(server: SegmentServer, tmp_path: Path, request_: dict[str, object]) -> None:
     with _raw(tmp_path) as sock:
         fdsock.send(sock, {"token": TOKEN, "owner": "x"})
         assert fdsock.receive(sock) == {"ok": True}

@@ -236,9 +236,9 @@ class ControllerMachine:
                 if key[0] != "weights" and key[1] == call:
                     self._drop(key)
             del self._calls[call]
-        for state in (model, *model.iterations.values()):
+        for start in (model.buffers_from, *(iteration.buffers_from for iteration in model.iterations.values())):
             for position, _ in model.spec.buffers:
-                self._drop(("buffer", *state.buffers_from, position))
+                self._drop(("buffer", *start, position))
         for role in (*self.workers, OPTIMIZER):
             self._send(role, UnloadModelMsg(event.model))
         for key in self._lifetimes.keys():

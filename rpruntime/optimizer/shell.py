@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class OptimizerShell:
         self._models: dict[int, _Model] = {}
         self._started: dict[tuple[int, int], float] = {}
         self._todo: deque[Any] = deque()
-        self._carry_out = {
+        self._carry_out: dict[type, Callable[[Any], Any]] = {
             m.Send: lambda i: self._post.send(i.role, i.msg),
             m.BuildModel: self._build,
             m.FillModel: self._fill,
@@ -193,7 +194,7 @@ class OptimizerShell:
             number = unit.spec.index
             if msg.what == "gradients":
                 found = unit.gradients(instruction.iteration, instruction.only.get(number))
-                values = [(index, "gradient", gradient) for index, gradient in enumerate(found) if gradient is not None]
+                values: list[tuple[int, str, Any]] = [(index, "gradient", gradient) for index, gradient in enumerate(found) if gradient is not None]
             else:
                 values = unit.state_rows()
             for index, name, value in values:

@@ -35,6 +35,8 @@ class Unit:
         self._group_of: list[int] = []
         self._sums: dict[int, tuple[Extent, set[int]]] = {}  # iteration -> (fp32 sums, parameters with a gradient)
         self._state_extents: list[Extent] = []
+        self._shared: set[int] = set()
+        """Addresses of the state tensors that lie in the arena."""
 
     def adopt_optimizer(self, whole: torch.optim.Optimizer) -> None:
         """Take this unit's parameters, groups and state out of the user's optimizer."""
@@ -132,10 +134,10 @@ class Unit:
         for state in self.optimizer.state.values():
             for name, value in state.items():
                 large = isinstance(value, torch.Tensor) and value.nbytes >= SHARED_STATE_BYTES
-                if large and not getattr(value, "_in_arena", False):
+                if large and value.data_ptr() not in self._shared:
                     handle = self._arena.allocate_tensor(tuple(value.shape), value.dtype)
                     shared = self._store.tensor(handle).copy_(value)
-                    shared._in_arena = True
+                    self._shared.add(shared.data_ptr())
                     state[name] = shared
                     self._state_extents.append(handle.extent)
 

@@ -132,6 +132,11 @@ class Arena:
         assert extent.owner == self.owner, f"{extent} is not of {self.owner}"
         self._allocator.free(extent.segment, extent.offset)
 
+    def free_all(self, extents: Iterable[Extent]) -> None:
+        """Take several extents back."""
+        for extent in extents:
+            self.free(extent)
+
     @property
     def live_bytes(self) -> int:
         """Bytes in use."""

@@ -99,13 +99,13 @@ class Mailbox:
 
     def wait(self, timeout_s: float) -> bool:
         """Whether a message comes within `timeout_s`; takes none, so that a lock is needed only for `receive`."""
-        return bool(self._inbox.poll(timeout_s * 1000))
+        return bool(self._inbox.poll(int(timeout_s * 1000)))
 
     def receive(self, timeout_s: float = 0.0) -> list[Any]:
         """All messages that are here, waiting up to `timeout_s` for the first one."""
-        if timeout_s > 0 and not self._inbox.poll(timeout_s * 1000):
+        if timeout_s > 0 and not self._inbox.poll(int(timeout_s * 1000)):
             return []
-        messages = []
+        messages: list[Any] = []
         while True:
             try:
                 _, sender, *frames = self._inbox.recv_multipart(flags=zmq.NOBLOCK)

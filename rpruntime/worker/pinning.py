@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -33,10 +34,8 @@ def register(address: int, nbytes: int) -> int:
 
 def _clear_error() -> None:
     """A refused registration leaves an error that the next, innocent CUDA call would report."""
-    try:
+    with contextlib.suppress(RuntimeError):
         torch.cuda.synchronize()
-    except RuntimeError:
-        pass
 
 
 def pin_segment(name: str, memory: torch.Tensor, call: Register = register) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from rpruntime.recording import record
@@ -44,7 +45,7 @@ class WorkerShell:
         self._finishing: list[Stage] = []
         self._dropping: list[Stage] = []
         self._events: deque[Any] = deque()
-        self._carry_out = {
+        self._carry_out: dict[type, Callable[[Any], Any]] = {
             m.Send: lambda i: self._post.send(i.role, i.msg),
             m.BuildModel: lambda i: self._build(i.msg),
             m.ForgetModel: lambda i: self._models.pop(i.model, None),
@@ -52,7 +53,7 @@ class WorkerShell:
             m.RunMicrobatch: self._run,
             m.FinishSlot: self._finish,
             m.DropSlot: self._drop,
-            m.FreeOwn: lambda i: [self._arena.free(extent) for extent in i.extents],
+            m.FreeOwn: lambda i: self._arena.free_all(i.extents),
         }
 
     @property

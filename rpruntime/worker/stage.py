@@ -33,11 +33,11 @@ class _Entrance(torch.autograd.Function):
     """Identity whose output is no leaf, so that a layer may change its input in place."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
         return leaf.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad
 
 
@@ -427,7 +427,8 @@ class Stage:
 
     def take_published(self) -> list[Any]:
         """Events whose copies have come to the host, in order of publication within each kind of copy."""
-        ready, waiting = [], []
+        ready: list[Publication] = []
+        waiting: list[Publication] = []
         for publication in self.publications:
             (ready if publication.done() else waiting).append(publication)
         self.publications = waiting
