@@ -99,6 +99,14 @@ def _is_source(path):
         return True
 
 
+def _cut_handler(trace, here):
+    """An interrupted script was in its own line, not in our handler."""
+    while trace is not None and trace.tb_next is not None:
+        if os.path.abspath(trace.tb_next.tb_frame.f_code.co_filename) == here:
+            trace.tb_next = None
+        trace = trace.tb_next
+
+
 def _main():
     here = os.path.abspath(__file__)
     ack_fd = int(sys.argv[1])
@@ -116,6 +124,7 @@ def _main():
             or trace.tb_frame.f_globals.get("__name__") == "runpy"
         ):
             trace = trace.tb_next
+        _cut_handler(trace, here)
         sys.last_type, sys.last_value, sys.last_traceback = type(err), err, trace
         try:
             sys.excepthook(type(err), err.with_traceback(trace), trace)

@@ -69,19 +69,11 @@ class Client:
         self._thread: threading.Thread | None = None
         atexit.register(self._at_exit)
 
-    def wait_roles(self, progress: Callable[[list[str], float], None]) -> None:
-        """Wait until every process of the session takes work; `progress(missing, seconds)` every two seconds."""
+    def wait_roles(self) -> None:
+        """Wait until every process of the session takes work; the launcher says what it waits for."""
         if self._thread is not None:
             return
-        told = 0.0
-
-        def tell(missing: list[str], seconds: float) -> None:
-            nonlocal told
-            if seconds - told >= 1.9:
-                told = seconds
-                progress(missing, seconds)
-
-        self.session.wait_ready(tell)
+        self.session.wait_ready()
         for msg in self.session.backlog:
             self._take(msg)
         if not self._inline:

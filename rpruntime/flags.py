@@ -185,9 +185,7 @@ def convert(flag: Flag, value: Any, said_as: str) -> Any:
                 raise ValueError
             return real
         if flag.kind == "switch":
-            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[
-                text.lower()
-            ]
+            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
     except (ValueError, KeyError):
         wanted = {"count": "a whole number", "number": "a number", "switch": "1 or 0"}[flag.kind]
         raise UsageError(f"{said_as} {value!r}: {wanted} is needed") from None
@@ -218,9 +216,7 @@ def from_python(flags: Mapping[str, Any]) -> dict[str, Any]:
         flag = BY_KEY.get(key)
         if flag is None:
             close = difflib.get_close_matches(key, BY_KEY, 1)
-            raise ConfigError(
-                f"rp.init has no argument {key!r}" + (f", did you mean {close[0]!r}?" if close else "")
-            )
+            raise ConfigError(f"rp.init has no argument {key!r}" + (f", did you mean {close[0]!r}?" if close else ""))
         if value is not None:
             try:
                 given[key] = convert(flag, value, f"rp.init({key}=...)")
@@ -231,10 +227,7 @@ def from_python(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_command_line(given: Mapping[str, Any]) -> list[str]:
     """Flags as words of a command line."""
-    return [
-        f"--{BY_KEY[key].name}={int(value) if isinstance(value, bool) else value}"
-        for key, value in given.items()
-    ]
+    return [f"--{BY_KEY[key].name}={int(value) if isinstance(value, bool) else value}" for key, value in given.items()]
 
 
 def help_text() -> str:

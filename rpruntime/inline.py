@@ -12,6 +12,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from rpruntime.optimizer.shell import OptimizerShell
@@ -87,9 +88,13 @@ class InlineSession:
         """There is none to lose."""
         return True
 
+    @torch.inference_mode(False)
     def drive(self) -> bool:
         """Let every role do one thing; False: nobody had anything to do. The script's random state is put back."""
-        state = torch.get_rng_state(), random.getstate()
+        states = [(torch.set_rng_state, torch.get_rng_state()), (random.setstate, random.getstate())]
+        states.append((np.random.set_state, np.random.get_state()))
+        if torch.cuda.is_initialized():
+            states.append((torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
         busy = False
         try:
             roles: list[tuple[_Post, WorkerShell | OptimizerShell]] = [self._optimizer, *self._workers]
@@ -98,8 +103,8 @@ class InlineSession:
                 busy = shell.step(messages) or bool(messages) or busy
             return busy or any(shell.is_waiting_for_copies for _, shell in self._workers)
         finally:
-            torch.set_rng_state(state[0])
-            random.setstate(state[1])
+            for put_back, state in states:
+                put_back(state)
 
     def close(self) -> None:
         """Drop everything."""

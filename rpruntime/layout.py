@@ -145,7 +145,7 @@ def _groups(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[i
         warnings.warn(
             f"trainable parameters that no optimizer group holds get no gradient and stay as they are: "
             f"{', '.join(missing[:3])}{more}",
-            stacklevel=5,
+            stacklevel=4,
         )
     return groups
 

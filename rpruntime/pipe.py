@@ -84,6 +84,11 @@ class RoundPipe:
         self._num_microbatches = num_microbatches
         self.plan = plan_of(plan, len(model))
         layout = lay_out(model, optimizer, dtype, grad_dtype)
+        if optimizer is not None and not any(unit.trainable for unit in layout.units):
+            raise ConfigError(
+                "the optimizer has nothing to train: no parameter of its groups requires a gradient; set requires_grad "
+                "before wrapping the model, or pass optimizer=None to evaluate only"
+            )
         session = sessions.current() if session is None else session
         self._client: Client = client_of(session)
         self._quiet = bool(session.config.get("quiet"))
@@ -147,7 +152,7 @@ class RoundPipe:
             recompute=recompute,
             asynchronous=asynchronous,
         )
-        client.wait_roles(lambda names, seconds: self._say(f"         starting {', '.join(names)} ... {seconds:.0f} s"))
+        client.wait_roles()
         try:
             allocated = loader.run(package)
         except BaseException:
@@ -185,6 +190,11 @@ class RoundPipe:
             The user's own exception of an earlier call, once; the run stays usable.
         """
         self._start_of_call()
+        if not self._stepped:
+            raise ConfigError(
+                "no parameter requires a gradient, so there is nothing to train: use pipe.forward or pipe.evaluate, or "
+                "set requires_grad before wrapping the model"
+            )
         if not self.model.training:
             self._say_once("the model is in eval mode while training: call model.train() if that is not meant")
         self._check_parameters()
@@ -256,7 +266,8 @@ class RoundPipe:
             self._open = []
         self._synchronized = False
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what LR schedulers look for
-        self.optimizer.state.clear()
+        for parameter in [p for p in self.optimizer.state if id(p) in self._stepped]:
+            del self.optimizer.state[parameter]
         self._client.do(ev.StepEvent(self._model, groups, max_grad_norm))
         return info
 
@@ -392,7 +403,6 @@ class RoundPipe:
         with self._client.lock:
             weights = self._client.machine.newest_weights(self._model)
         self._point_parameters(weights)
-        self._finish_open_calls()
         self._fetch_buffers()
         self._synchronized = True
 
@@ -432,12 +442,17 @@ class RoundPipe:
         """End the pipe, not the session; the newest weights stay in the script's private memory."""
         if self._closed:
             return
+        failure = None
         try:
-            self._failure_is_over()
-            self.synchronize()
-        except BaseException:
-            self._closed = True
-            raise
+            try:
+                self._failure_is_over()
+                self.synchronize()
+                self._finish_open_calls()
+            except Exception as err:
+                if self._broken is not None or not hasattr(err, "rp_context"):
+                    raise
+                failure = err
+                self.synchronize()  # the weights are those before the iteration that failed
         finally:
             with torch.no_grad():
                 for parameter in self._layout.parameters.values():
@@ -447,6 +462,8 @@ class RoundPipe:
                 _unpatch_optimizer(self.optimizer)
         self._client.do(ev.ModelRemovedEvent(self._model))
         self._client.remove_listener(self._model)
+        if failure is not None:
+            raise failure
 
     def __enter__(self) -> RoundPipe:
         return self
@@ -618,7 +635,6 @@ def _patch_optimizer(optimizer: torch.optim.Optimizer, pipe: RoundPipe) -> None:
         found = owner()
         if found is None or not found._synchronized:
             raise RoundPipeError("the optimizer's state is in another process: call pipe.synchronize() first")
-        optimizer.state.clear()
         for (unit, index, name), value in found._read_state("state").items():
             optimizer.state[found._layout.parameters[unit, index]][name] = value
         return type(optimizer).state_dict(optimizer)

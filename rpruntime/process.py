@@ -180,9 +180,7 @@ def _set_up_log(role: str) -> None:
     faulthandler.enable()
     level = logging.DEBUG if os.environ.get("RPRUNTIME_DEBUG") == "1" else logging.INFO
     handler = logging.StreamHandler()
-    handler.setFormatter(
-        logging.Formatter(f"%(asctime)s.%(msecs)03d {role} %(levelname)s %(message)s", "%H:%M:%S")
-    )
+    handler.setFormatter(logging.Formatter(f"%(asctime)s.%(msecs)03d {role} %(levelname)s %(message)s", "%H:%M:%S"))
     root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(level)

@@ -62,9 +62,7 @@ def init(devices: str = "auto", *, name: str | None = None, **flags: Any) -> Ses
     Raises:
         ConfigError: settings that cannot be had, or that differ from those of the running session.
     """
-    given = flags_table.from_python(
-        {"devices": devices if devices != "auto" else None, "name": name, **flags}
-    )
+    given = flags_table.from_python({"devices": devices if devices != "auto" else None, "name": name, **flags})
     found = _existing()
     if found is not None:
         _check_same(found, given, flags_table.BY_KEY)
@@ -184,14 +182,10 @@ def _read_answer(read_fd: int, process: subprocess.Popen[bytes]) -> dict[str, An
         while not data.endswith(b"\n"):
             readable, _, _ = select.select([read_fd], [], [], max(0.0, deadline - time.monotonic()))
             if not readable:
-                raise SessionLost(
-                    f"the launcher said nothing for {_START_TIMEOUT_S:.0f} s (pid {process.pid})"
-                )
+                raise SessionLost(f"the launcher said nothing for {_START_TIMEOUT_S:.0f} s (pid {process.pid})")
             chunk = os.read(read_fd, 65536)
             if not chunk:
-                raise SessionLost(
-                    f"the launcher ended at its start, exit code {process.wait(5)}; its error is above"
-                )
+                raise SessionLost(f"the launcher ended at its start, exit code {process.wait(5)}; its error is above")
             data += chunk
     finally:
         os.close(read_fd)
@@ -236,6 +230,8 @@ class Session:
         """Roles whose process has ended, with the reason."""
         self.backlog: list[Any] = []
         """Messages that came while the session waited for its processes, for the controller to read first."""
+        self.client: Any = None
+        """The `Client` that serves this session, closed before it."""
         self._process = process
         self._pid = os.getpid()
         launcher = body["launcher"]
@@ -317,9 +313,7 @@ class Session:
         while True:
             if self.died:
                 role, reason = next(iter(self.died.items()))
-                raise WorkerDied(
-                    f"{role} did not start: {reason}; log {Path(self.config['log_dir']) / role}.log"
-                )
+                raise WorkerDied(f"{role} did not start: {reason}; log {Path(self.config['log_dir']) / role}.log")
             missing = [role for role in self.roles if role not in self.ready]
             if not missing:
                 return
@@ -344,6 +338,8 @@ class Session:
         if self.closed or os.getpid() != self._pid:
             return
         self.closed = True
+        if self.client is not None:
+            self.client.close()  # its thread reads `post`
         atexit.unregister(self._at_exit)
         process = self._process
         if process is not None and process.poll() is None:

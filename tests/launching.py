@@ -33,9 +33,7 @@ class Run:
         self.watch = watch
         self._out = folder / "out"
         self._err = folder / "err"
-        inherited = {
-            key: value for key, value in os.environ.items() if not key.startswith(("RPRUNTIME_", "FAKE_"))
-        }
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith(("RPRUNTIME_", "FAKE_"))}
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.popen = subprocess.Popen(
                 command,
@@ -119,9 +117,7 @@ class Run:
             code = self.popen.wait(within_s)
         except subprocess.TimeoutExpired:
             self.popen.kill()
-            raise AssertionError(
-                f"still running after {within_s} s; stdout {self.out!r} stderr {self.err!r}"
-            ) from None
+            raise AssertionError(f"still running after {within_s} s; stdout {self.out!r} stderr {self.err!r}") from None
         return code if code >= 0 else 128 - code
 
 

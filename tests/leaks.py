@@ -87,20 +87,13 @@ class Watch:
         """What is still there, in words."""
         found = [f"process {pid}: {line}" for pid, line in processes_with(MARK, self.mark).items()]
         for folder in self.folders:
-            found += [
-                f"process {pid}: {line}"
-                for pid, line in processes_with("RPRUNTIME_FOLDER", str(folder)).items()
-            ]
+            found += [f"process {pid}: {line}" for pid, line in processes_with("RPRUNTIME_FOLDER", str(folder)).items()]
         for pid in self.launchers:
-            found += [
-                f"process {holder} has shared memory: {how}" for holder, how in segment_holders(pid).items()
-            ]
+            found += [f"process {holder} has shared memory: {how}" for holder, how in segment_holders(pid).items()]
         return found
 
 
-def assert_no_leaks(
-    watch: Watch, *, within_s: float = 5.0, allow: tuple[str, ...] = (), sockets: bool = True
-) -> None:
+def assert_no_leaks(watch: Watch, *, within_s: float = 5.0, allow: tuple[str, ...] = (), sockets: bool = True) -> None:
     """Nothing of ours is left within `within_s`.
 
     Args:

@@ -92,6 +92,10 @@ for wrong in ({"devices": "cpu:3"}, {"devices": "cuda"}, {"shutdown_timeout": 5}
         rp.init(**wrong)
     except rp.ConfigError as err:
         print(err)
+class Client:
+    def close(self):
+        print("client closed before the mailbox:", session.post.receive() is not None)
+session.client = Client()
 session.close()
 session.close()
 again = rp.init()
@@ -105,7 +109,8 @@ print(again is session, again.name == session.name, len(again.segments.create(10
         assert lines[0] == "True ('cpu:0', 'cpu:1') True"
         assert "rp.init(devices='cpu:3') conflicts with rplaunch, which has devices 'cpu:2'" in lines[1]
         assert "--shutdown-timeout or RPRUNTIME_SHUTDOWN_TIMEOUT" in lines[3]
-        assert lines[5] == "False True 100"
+        assert lines[5] == "client closed before the mailbox: True"
+        assert lines[6] == "False True 100"
 
 
 @pytest.mark.parametrize(

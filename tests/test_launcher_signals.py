@@ -65,6 +65,7 @@ def test_interrupt_is_one_keyboard_interrupt(tmp_path: Path, moment: str, times:
             assert run.out.count("saved") == 1
         assert "Exception ignored" not in run.err
         assert "rplaunch.py" not in run.err
+        assert "run_script.py" not in run.err
 
 
 @pytest.mark.slow

@@ -42,9 +42,7 @@ class Residual(nn.Module):
         self.drop = nn.Dropout(0.2)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1)
-        )
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.drop(self.out(mixed.transpose(1, 2).flatten(-2)))
         return x + self.drop(self.mlp(self.norm2(x)))
@@ -183,9 +181,7 @@ class Both:
         weights = dict(self.loop.model.named_parameters())
         found = {name: p.detach() for name, p in self.pipe.model.named_parameters()}
         assert_same(found, {name: weights[name].detach().to(p.dtype) for name, p in found.items()}, "weights")
-        buffers = {
-            f"{k}.{n}": b for k, layer in self.pipe.model._modules.items() for n, b in layer.named_buffers()
-        }
+        buffers = {f"{k}.{n}": b for k, layer in self.pipe.model._modules.items() for n, b in layer.named_buffers()}
         assert_same(buffers, self.loop.buffers(), "buffers")
 
     def close(self) -> None:
@@ -305,14 +301,10 @@ OPTIMIZERS = {
     ),
     "sgd_plain": two_groups(torch.optim.SGD, lr=0.05, maximize=True, foreach=True),
     "adamw": two_groups(torch.optim.AdamW, lr=0.01, weight_decay=0.1, fused=False, foreach=False),
-    "adam_amsgrad": two_groups(
-        torch.optim.Adam, lr=0.01, amsgrad=True, weight_decay=0.01, fused=False, foreach=True
-    ),
+    "adam_amsgrad": two_groups(torch.optim.Adam, lr=0.01, amsgrad=True, weight_decay=0.01, fused=False, foreach=True),
     "adam_tensor_lr": two_groups(torch.optim.Adam, lr=torch.tensor(0.01), fused=False, foreach=False),
     "rmsprop": two_groups(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True, weight_decay=0.01),
-    "adagrad": two_groups(
-        torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.1, fused=False, foreach=False
-    ),
+    "adagrad": two_groups(torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.1, fused=False, foreach=False),
     "adadelta": two_groups(torch.optim.Adadelta, lr=0.5),
     "nadam": two_groups(torch.optim.NAdam, lr=0.01),
     "asgd": two_groups(torch.optim.ASGD, lr=0.01),
@@ -359,9 +351,7 @@ def test_an_optimizer_that_has_stepped_before_goes_on() -> None:
         optimizer = used(plain)
         loop = PlainLoop(plain, optimizer, cross_entropy, num_microbatches=2, seed=SEED)
         mine = used(model)
-        pipe = rp.RoundPipe(
-            model, mine, loss_fn=cross_entropy, num_microbatches=2, seed=SEED, session=session
-        )
+        pipe = rp.RoundPipe(model, mine, loss_fn=cross_entropy, num_microbatches=2, seed=SEED, session=session)
         for _ in range(3):
             batch = CASES["mlp"].batch(4)
             assert float(pipe.forward_backward(*batch)) == loop.forward_backward(*batch)
@@ -382,7 +372,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0, factor=0.5),
     "cosine_warmup": lambda o: torch.optim.lr_scheduler.SequentialLR(
         o,
-        [torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=2), torch.optim.lr_scheduler.CosineAnnealingLR(o, 5)],
+        [torch.optim.lr_scheduler.LinearLR(o, 0.1), torch.optim.lr_scheduler.CosineAnnealingLR(o, 5)],
         [2],
     ),
     "by_hand": lambda o: None,

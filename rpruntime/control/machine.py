@@ -210,9 +210,10 @@ class ControllerMachine:
         return found
 
     def newest_buffers(self, model: int) -> dict[int, Payload]:
-        """The buffers that the next forward would read, by position."""
+        """The buffers after the last step issued, by position; its calls must have finished."""
         state = self._models[model]
-        return {position: self._buffers["buffer", *state.buffers_from, position] for position, _ in state.spec.buffers}
+        start = state.iterations[state.iteration].buffers_from
+        return {position: self._buffers["buffer", *start, position] for position, _ in state.spec.buffers}
 
     # --- models
 
@@ -270,7 +271,7 @@ class ControllerMachine:
             version=model.iteration if event.inference else model.version_read(),
             grain=model.spec.grain,
             buffered=frozenset(position for position, _ in model.spec.buffers),
-            buffers_from=model.buffers_from,
+            buffers_from=model.iterations[model.iteration].buffers_from if event.inference else model.buffers_from,
         )
         self._next_slot += len(tasks.slots)
         return tasks

@@ -7,6 +7,7 @@ so a call that fails has moved nothing. P_cp follows each unit's step at once, i
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -173,6 +174,17 @@ Instruction = (
     Send | BuildModel | FillModel | ForgetModel | AddSlab | DropSums | MeasureNorm | StepUnit | ReadState | StartClock
     | FinishStep | FreeOwn
 )  # fmt: skip
+
+
+def clip_factor(limit: float, norm: float) -> float:
+    """As `torch.nn.utils.clip_grad_norm_` has it to the bit, in fp32 if the norm was measured in fp32."""
+
+    def rounded(value: float) -> float:
+        return float(struct.unpack("f", struct.pack("f", value))[0]) if single else value
+
+    single = abs(norm) < 1e38 and struct.unpack("f", struct.pack("f", norm))[0] == norm
+    factor = rounded(rounded(1.0 / rounded(norm + rounded(1e-6))) * rounded(limit))
+    return 1.0 if factor > 1 else factor  # nan stays nan, as there
 
 
 @dataclass
@@ -368,8 +380,7 @@ class OptimizerMachine:
         limit = model.running.max_grad_norm
         assert limit is not None
         model.norm = event.norm
-        factor = limit / (event.norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ has it
-        self._step_units(event.model, model, factor if factor < 1 else 1.0)
+        self._step_units(event.model, model, clip_factor(limit, event.norm))
 
     def _step_units(self, number: int, model: _Model, factor: float) -> None:
         """All units, shallow ones first: the next forward waits for those."""

@@ -49,7 +49,10 @@ class Unit:
             if params:
                 own.param_groups.append(use_fast_kernel(type(whole), {**group, "params": params}))
                 self._group_of.append(index)
-        own.state = defaultdict(dict, {param: whole.state[param] for param in self.params if param in whole.state})
+        own.state = defaultdict(dict)
+        for param in self.params:
+            if param in whole.state:
+                own.state[param] = {name: _widened(value, param) for name, value in whole.state[param].items()}
         own._patch_step_function()
         self.optimizer = own
         self._share_state()
@@ -114,7 +117,12 @@ class Unit:
         for param, gradient in zip(self.params, gradients, strict=True):
             param.grad = gradient if gradient is None or factor == 1.0 else gradient * factor
         for group, index in zip(self.optimizer.param_groups, self._group_of, strict=True):
-            group.update({name: value for name, value in groups[index].items() if name not in ("params", "fused")})
+            for name, value in groups[index].items():
+                if name in ("params", "fused"):
+                    continue
+                if isinstance(group.get(name), torch.Tensor):  # a tensor lr computes in its own dtype
+                    value = torch.as_tensor(value, dtype=group[name].dtype)
+                group[name] = value
         self.optimizer.step()
         for param in self.params:
             param.grad = None
@@ -157,6 +165,13 @@ class Unit:
             self.drop_sum(iteration)
         for extent in (self.extent, *self._state_extents):
             self._arena.free(extent)
+
+
+def _widened(value: Any, param: torch.nn.Parameter) -> Any:
+    """State that was made for a low-precision parameter, in the dtype of its optimizer copy."""
+    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == param.shape and value.dim():
+        return value.to(torch.promote_types(value.dtype, param.dtype))
+    return value
 
 
 def use_fast_kernel(kind: type, group: dict[str, Any]) -> dict[str, Any]:

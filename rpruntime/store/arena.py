@@ -54,7 +54,8 @@ class Store:
 
     def add(self, segment: str, mapping: mmap.mmap) -> torch.Tensor:
         """Take in a mapping that this process holds already."""
-        memory = torch.frombuffer(mapping, dtype=torch.uint8)
+        with torch.inference_mode(False):  # also when the script happens to be in inference mode
+            memory = torch.frombuffer(mapping, dtype=torch.uint8)
         self._segments[segment] = memory
         if self._on_map is not None:
             self._on_map(segment, memory)

@@ -45,9 +45,7 @@ class HostMemory:
         figures = [(self.shm_free, "shm")]
         if self.cgroup_free is not None:
             figures.append((self.cgroup_free, "cgroup"))
-        figures.append(
-            (self.ram_available, "ram") if override_gib is None else (int(override_gib * GIB), "flag")
-        )
+        figures.append((self.ram_available, "ram") if override_gib is None else (int(override_gib * GIB), "flag"))
         return min(figures)
 
 

@@ -397,6 +397,4 @@ class PrivateSegments:
 
 def _block_signals() -> None:
     """Signals belong to the main thread; here they would only interrupt a reservation."""
-    signal.pthread_sigmask(
-        signal.SIG_BLOCK, signal.valid_signals() - {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE}
-    )
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE})

@@ -133,7 +133,7 @@ class Stage:
             return
         if call.wants_output:
             self._publish_value(("out", self.task.call, self._m), value, entered, "output")
-        if call.has_labels or self._model.loss_fn is None:
+        else:
             loss, metrics = self._loss(value)
             self._publish_loss(loss, metrics)
 
@@ -156,12 +156,12 @@ class Stage:
         """Grain "layer": forward keeps each layer's input on the device, backward recomputes layer by layer."""
         start, stop = self.task.layers
         kept: list[tuple[bytes, list[torch.Tensor], list[bool]]] = []
-        entered = self._enter(self._key("act", start), with_gradients=False)
-        value = entered.value
+        first = self._enter(self._key("act", start), with_gradients=False)
+        value = first.value
         for position in range(start, stop - 1):
-            kept.append(self._keep(value, position))
+            kept.append(self._keep(value, position, first))
             value = self._run_layers(_Entered(value), range(position, position + 1), "forward", commit=True, publish=False)
-        skeleton, tensors, flags = self._keep(value, stop - 1)
+        skeleton, tensors, flags = self._keep(value, stop - 1, first)
         entered = self._enter_tensors(skeleton, tensors, flags)
         value = self._run_layers(entered, range(stop - 1, stop), "forward", commit=True, publish=False)
         self._backward_from_loss(value)
@@ -211,10 +211,15 @@ class Stage:
         ]
         return _Entered(put_together(skeleton, entrances), entrances, leaves)
 
-    def _keep(self, value: Any, position: int) -> tuple[bytes, list[torch.Tensor], list[bool]]:
+    def _keep(self, value: Any, position: int, first: _Entered) -> tuple[bytes, list[torch.Tensor], list[bool]]:
         """A copy of a layer's input that nothing can change, with the flags of those that want a gradient."""
         skeleton, tensors = self._take_apart(value, position)
-        return skeleton, [tensor.detach().clone() for tensor in tensors], [self._wants_gradient(t, position) for t in tensors]
+        flags = []
+        for tensor in tensors:
+            known = first.handles.get(id(tensor))
+            passed_on = known is not None and known[2] == tensor._version
+            flags.append(known[1] if passed_on else self._wants_gradient(tensor, position))
+        return skeleton, [tensor.detach().clone() for tensor in tensors], flags
 
     def _wants_gradient(self, tensor: torch.Tensor, position: int) -> bool:
         return position > self._model.first_trainable and (tensor.is_floating_point() or tensor.is_complex())

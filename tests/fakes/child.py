@@ -42,9 +42,7 @@ def main() -> None:
     if chosen("SEGMENT"):
         _, mapping = child.segments.create(int(chosen("SEGMENT")))
         mapping[:4] = b"abcd"
-    child.ready(
-        {"device": child.device, "visible": os.environ.get("CUDA_VISIBLE_DEVICES"), "pid": os.getpid()}
-    )
+    child.ready({"device": child.device, "visible": os.environ.get("CUDA_VISIBLE_DEVICES"), "pid": os.getpid()})
     if chosen("EAT"):
         eaten = []
         while True:

@@ -54,9 +54,7 @@ def main() -> None:
     rng = random.Random(1)
     live_watch = Watch()
     (folder / "live").mkdir()
-    live = rplaunch(
-        folder / "live", live_watch, SCRIPT.replace("    if session.segments.create(4096):", "    if 1:")
-    )
+    live = rplaunch(folder / "live", live_watch, SCRIPT.replace("    if session.segments.create(4096):", "    if 1:"))
     live.wait_for("ready")
     before = used()
     assert before >= 32 * MIB
