@@ -151,6 +151,7 @@ class Launcher:
         if isinstance(msg, HelloMsg):
             self._supervisor.on_hello(msg.role, msg.incarnation)
             if msg.protocol != PROTOCOL_VERSION:
+                self._failed_reasons[msg.role] = _protocol_reason(msg.protocol)
                 self._mailbox.send(msg.role, ShutdownMsg(_protocol_reason(msg.protocol)))
         elif isinstance(msg, ReadyMsg):
             if self._supervisor.on_ready(msg.role, msg.incarnation, msg.info):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ class InlineSession:
     @torch.inference_mode(False)
     def drive(self) -> bool:
         """Let every role do one thing; False: nobody had anything to do. The script's random state is put back."""
-        states = [(torch.set_rng_state, torch.get_rng_state()), (random.setstate, random.getstate())]
+        states: list[tuple[Callable[[Any], Any], Any]] = [(torch.set_rng_state, torch.get_rng_state()), (random.setstate, random.getstate())]
         states.append((np.random.set_state, np.random.get_state()))
         if torch.cuda.is_initialized():
             states.append((torch.cuda.set_rng_state, torch.cuda.get_rng_state()))

@@ -23,7 +23,7 @@ class ModelLayout:
     Attributes:
         layers: the positions' modules, in order.
         names: their names in the model.
-        units: the storage units (DESIGN "Host store").
+        units: the storage units.
         layer_units: units of each position.
         parameters: (unit, index) -> the script's parameter.
     """
@@ -100,6 +100,7 @@ def lay_out(
         for parameter in dict.fromkeys(layer.parameters()):
             positions.setdefault(id(parameter), []).append(position)
     _check_storage(model)
+    _check_half(model, dtype)
     groups = _groups(model, optimizer)
     cast = _Cast(model, dtype)
     full_names = {id(p): name for name, p in model.named_parameters()}
@@ -150,6 +151,14 @@ def _groups(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[i
     return groups
 
 
+def _check_half(model: nn.Module, dtype: torch.dtype | None) -> None:
+    half = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
+    if half and dtype in (None, torch.float16):
+        raise ConfigError(
+            f"{half[0]} is float16, which needs a gradient scaler, and that is not supported yet; pass dtype=torch.bfloat16"
+        )
+
+
 def _check_storage(model: nn.Module) -> None:
     """Two parameters that overlap in memory would become independent copies: refuse."""
     spans = []
@@ -168,7 +177,7 @@ def _check_storage(model: nn.Module) -> None:
 
 
 class _Cast:
-    """Which dtype a parameter gets (API.md, `dtype`)."""
+    """Which dtype a parameter gets."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
         self._dtype = dtype

@@ -79,6 +79,7 @@ class ModelPackage:
                     module=self._code(layer, f"model[{position}]", buffers),
                     units=tuple(layout.layer_units[position]),
                     buffers=any(module._buffers for module in layer.modules()),
+                    shared=any(layer is other for other in layout.layers[:position] + layout.layers[position + 1 :]),
                 )
             )
         loss = None if loss_fn is None else self._code(loss_fn, "loss_fn", {})
@@ -148,8 +149,11 @@ def state_tensors_per_parameter(optimizer: torch.optim.Optimizer) -> int:
 
 
 def host_bytes(layout: ModelLayout, states: int) -> int:
-    """Host memory that training needs, boundary activations aside: master copy and its spare, fp32 copy, optimizer
-    state, gradients in flight."""
+    """Host memory that training needs: master copy and its spare, fp32 copy, optimizer state, gradients in flight.
+
+    Not in it: boundary activations, a third version of the weights (asynchronous), fp32 sums (several calls or rounds
+    a step).
+    """
     master = sum(unit.nbytes for unit in layout.units)
     trainable = [unit for unit in layout.units if unit.trainable]
     fp32 = sum(optimizer_layout(unit)[1] for unit in trainable)
@@ -157,7 +161,7 @@ def host_bytes(layout: ModelLayout, states: int) -> int:
 
 
 class Loader:
-    """Loads one model: `begin` and `run`, with a line for people."""
+    """Loads one model: `check_memory`, then `run`; says what it does where that takes time."""
 
     def __init__(self, client: Client, layout: ModelLayout, quiet: bool) -> None:
         self._client = client

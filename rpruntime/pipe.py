@@ -1,4 +1,4 @@
-"""`RoundPipe`: the high-level pipe that a training script uses (API.md "Python")."""
+"""`RoundPipe`: the high-level pipe that a training script uses."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class RoundPipe:
         self._synchronized = False
         self.last_step: StepInfo | None = None
         install_excepthook()
-        self._load(optimizer, loss_fn, seed, recompute, asynchronous)
+        self._load(optimizer, loss_fn, seed, recompute, asynchronous, cast=dtype is not None)
         self._closed = False
         if optimizer is not None:
             _patch_optimizer(optimizer, self)
@@ -135,7 +135,9 @@ class RoundPipe:
             older.close()
         pipes[self.name] = self
 
-    def _load(self, optimizer: Any, loss_fn: Any, seed: int | None, recompute: str, asynchronous: bool) -> None:
+    def _load(
+        self, optimizer: Any, loss_fn: Any, seed: int | None, recompute: str, asynchronous: bool, *, cast: bool
+    ) -> None:
         client = self._client
         loader = Loader(client, self._layout, self._quiet)
         loader.check_memory(optimizer)
@@ -151,6 +153,7 @@ class RoundPipe:
             seed=torch.initial_seed() if seed is None else seed,
             recompute=recompute,
             asynchronous=asynchronous,
+            cast=cast,
         )
         client.wait_roles()
         try:
@@ -524,7 +527,8 @@ class RoundPipe:
     def _on_failure(self, msg: ev.ReportFailure) -> None:
         call = msg.call
         step = self._client.machine.iteration(self._model) if not msg.steps else msg.steps[0]
-        self._failure = cause = rebuild(msg.error, msg.num_microbatches, step)
+        cause = rebuild(msg.error, msg.num_microbatches, step)
+        self._failure = self._failure or cause
         lost_steps = len(msg.steps)
         for number in msg.calls:
             if number in self._losses:

@@ -40,7 +40,7 @@ class _Pending:
 
 
 class Loss(_Pending):
-    """The loss of one `forward_backward`: the fp32 sum, in order, of its micro-batches' shares (API.md "Numbers").
+    """The loss of one `forward_backward`: the fp32 sum, in order, of its micro-batches' shares (docs/numerics.md).
 
     `float(loss)`, `loss.item()`, formatting and `loss.tensor()` wait for it. It carries no graph; the backward has been
     queued with it.

@@ -1,4 +1,4 @@
-"""The device list (case L10 b): what CUDA_VISIBLE_DEVICES leaves, in its order, one token a worker."""
+"""The device list: what CUDA_VISIBLE_DEVICES leaves, in its order, one token a worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a process ended, with injected counters (cases L3, M4); test_launcher_signals.py has real ones."""
+"""Why a process ended, with injected counters; test_launcher_signals.py has real ones."""
 
 from __future__ import annotations
 

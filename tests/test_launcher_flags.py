@@ -1,4 +1,4 @@
-"""The command line (case L10 a): ours up to the script's name, the rest untouched; one table for all."""
+"""The command line: ours up to the script's name, the rest untouched; one table for all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing of ours outlives a run, and runs do not disturb each other (cases L1, L5, L6, M2)."""
+"""Nothing of ours outlives a run, and runs do not disturb each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The script runs exactly as under plain python (case L10 a), and its exit code is rplaunch's (case L9)."""
+"""The script runs exactly as under plain python, and its exit code is rplaunch's."""
 
 from __future__ import annotations
 

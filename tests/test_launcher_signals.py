@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and processes that die (cases L2, L3), with real processes and fake children."""
+"""Ctrl-C, SIGTERM and processes that die, with real processes and fake children."""
 
 from __future__ import annotations
 

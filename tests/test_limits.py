@@ -1,4 +1,4 @@
-"""Readers of host memory (cases M1, M4): three different numbers, each with its remedy."""
+"""Readers of host memory: three different numbers, each with its remedy."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_a_failed_call_cancels_what_followed_and_nothing_else(seed):
 
 
 @pytest.mark.slow
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=1500, deadline=None)
 @given(st.integers(0, 10**9), st.booleans())
 @pytest.mark.timeout(900)
 def test_many_more_orders(seed, failures):

@@ -1,4 +1,4 @@
-"""Segments: nameless, reserved, passed as descriptors (cases M1, M2, D3)."""
+"""Segments: nameless, reserved, passed as descriptors."""
 
 from __future__ import annotations
 

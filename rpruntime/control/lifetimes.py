@@ -1,4 +1,4 @@
-"""Who still needs which bytes. The controller alone decides when an extent is freed (DESIGN "Host store").
+"""Who still needs which bytes. The controller alone decides when an extent is freed.
 
 A key (an activation, a gradient, a weight version) has readers; it dies when its producer has committed and its
 last reader is gone. Several keys may name one extent (a tensor passed on unchanged): it is freed with the last.

@@ -115,6 +115,8 @@ class _Model:
     """Published versions of each unit that are still readable, ascending; the last is the newest."""
     cancel: _Cancel | None = None
     cancel_waits_for: set[str] = field(default_factory=set)
+    failed: list[SlotFailedMsg] = field(default_factory=list)
+    """Failures reported while another is being cleared away."""
     cancel_extents: tuple[Extent, ...] = ()
     """Written for cancelled slots; a peer may read them until everybody has answered."""
 
@@ -462,10 +464,13 @@ class ControllerMachine:
 
     def _on_failed(self, msg: SlotFailedMsg) -> None:
         call = self._calls.get(msg.call)
-        if call is None or self._models[call.event.model].cancel is not None:
+        if call is None:
             return
         number = call.event.model
         model = self._models[number]
+        if model.cancel is not None:
+            model.failed.append(msg)  # another call than the one being cancelled may have failed beside it
+            return
         first, last, iteration = msg.call, msg.call, None
         if not call.event.inference:
             iteration = call.iteration
@@ -504,6 +509,9 @@ class ControllerMachine:
         model.cancel_extents = ()
         model.cancel = None
         self._out.append(FinishCancel(number, model.iteration))
+        failed, model.failed = model.failed, []
+        for msg in failed:
+            self._on_failed(msg)
 
     def _rewind(self, number: int, model: _Model, iteration: int) -> None:
         """Counters and buffers as after step `iteration - 1`."""
@@ -568,7 +576,7 @@ class ControllerMachine:
 
 
 def _combined_loss(call: _Call) -> float:
-    """The fp32 sum, in order, of the weighted losses (API.md "Numbers")."""
+    """The fp32 sum, in order, of the weighted losses (docs/numerics.md)."""
     total = 0.0
     for m in sorted(call.losses):
         if call.event.weights[m] != 0:

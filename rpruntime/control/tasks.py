@@ -103,7 +103,7 @@ class _Planner:
         return self._tasks
 
     def _active(self, slot: Slot) -> tuple[int, ...]:
-        """The slot's micro-batches; one of weight 0 has no backward (API.md "Numbers")."""
+        """The slot's micro-batches; one of weight 0 has no backward."""
         if slot.kind != "backward":
             return tuple(slot.microbatches)
         return tuple(m for m in slot.microbatches if self._event.weights[m] != 0)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rpruntime.store.arena import Arena, view
-from rpruntime.store.handle import Extent, TensorHandle
+from rpruntime.store.handle import Extent
 from rpruntime.store.layout import gradient_layout, optimizer_dtype, optimizer_layout
 from rpruntime.wire.messages import SlabPart, UnitSpec
 
@@ -188,12 +188,3 @@ def revive_optimizer(kind: type, attributes: dict[str, Any]) -> torch.optim.Opti
     optimizer: torch.optim.Optimizer = object.__new__(kind)
     optimizer.__setstate__(copy.copy(attributes))
     return optimizer
-
-
-def parameter_handles(unit: Unit) -> list[TensorHandle]:
-    """Handles of the fp32 parameters."""
-    offsets, _ = optimizer_layout(unit.spec)
-    return [
-        TensorHandle(unit.extent, offset, param.shape, tuple(view_.stride()), optimizer_dtype(param.dtype))
-        for offset, param, view_ in zip(offsets, unit.spec.params, unit.params, strict=True)
-    ]

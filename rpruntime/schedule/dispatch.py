@@ -9,7 +9,7 @@ from rpruntime.schedule.plan import ExecutionPlan
 
 @dataclass(frozen=True)
 class Slot:
-    """One place in the sequence. `kind` is "forward", "fused" or "backward"; `layers` ascending."""
+    """One place in the sequence. `kind` is "forward", "fused", "backward" or "infer"; `layers` ascending."""
 
     kind: str
     layers: range

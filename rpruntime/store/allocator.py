@@ -31,11 +31,6 @@ class Allocator:
         self._sizes[segment] = nbytes
         self._free[segment] = [(0, nbytes)]
 
-    def remove_segment(self, segment: str) -> None:
-        """Forget a segment without live extents."""
-        assert self._free[segment] == [(0, self._sizes[segment])], f"segment {segment} is in use"
-        del self._free[segment], self._sizes[segment]
-
     def allocate(self, nbytes: int) -> tuple[str, int] | None:
         """(segment, offset) of `nbytes` free bytes from the tightest run, or None: no run is long enough."""
         need = align(nbytes)
@@ -81,12 +76,3 @@ class Allocator:
     def total_bytes(self) -> int:
         """Bytes in all segments."""
         return sum(self._sizes.values())
-
-    @property
-    def live_extents(self) -> list[tuple[str, int]]:
-        """(segment, offset) of every live extent."""
-        return list(self._live)
-
-    def empty_segments(self) -> list[str]:
-        """Segments without a live extent."""
-        return [name for name, runs in self._free.items() if runs == [(0, self._sizes[name])]]

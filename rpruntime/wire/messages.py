@@ -144,7 +144,7 @@ class ParamSpec:
 @struct
 @dataclass(frozen=True, slots=True)
 class UnitSpec:
-    """A storage unit: parameters in one slab, versioned and stepped together (DESIGN "Host store").
+    """A storage unit: parameters in one slab, versioned and stepped together.
 
     `positions`: the layers that use it, ascending; more than one for a shared parameter.
     """
@@ -171,13 +171,17 @@ class CodeObject:
 @struct
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """A position: its name in the model, its module, the units that its parameters live in, whether it has buffers."""
+    """A position: its name in the model, its module, the units that its parameters live in, whether it has buffers.
+
+    `shared`: the same module stands at another position too, so its buffers must not change.
+    """
 
     name: str
     class_name: str
     module: CodeObject
     units: tuple[int, ...]
     buffers: bool
+    shared: bool = False
 
 
 @message
@@ -208,6 +212,8 @@ class ModelSpec:
     seed: int
     recompute: str
     asynchronous: bool
+    cast: bool
+    """Whether parameters were cast: then a floating buffer that changes is an error, as it was not."""
     python_path: tuple[str, ...]
     """The script's `sys.path`, for classes that are pickled by reference."""
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rpruntime.errors import ConfigError
 from rpruntime.store.arena import Store, view
 from rpruntime.store.handle import Payload, TensorHandle
 from rpruntime.store.values import put_together
@@ -31,7 +32,7 @@ class LayerModule:
     """One position: the unpickled module, its parameters by (unit, index), its buffers by name.
 
     Each position has a module of its own, also where the script's model repeats one, so that a shared parameter is a
-    separate leaf per position (DESIGN "Semantics of sums and steps").
+    separate leaf per position (docs/numerics.md).
     """
 
     def __init__(self, spec: LayerSpec, units: tuple[UnitSpec, ...], store: Store, device: torch.device) -> None:
@@ -109,6 +110,24 @@ class LayerModule:
                 cached = self._cache[name] = _CachedBuffer(handle, tensor, tensor._version)
             owner._buffers[local] = cached.tensor
             self._bound[name] = (cached.tensor, cached.version)
+
+    def check_changes(self, changed: set[str], *, cast: bool) -> None:
+        """Raises ConfigError for buffers that must not change."""
+        for name, owner, local in self._buffers:
+            if name not in changed:
+                continue
+            if self.spec.shared:
+                raise ConfigError(
+                    f"buffer {name} of {self.spec.class_name} changes in forward, and the same module stands at two "
+                    "positions of the model: give each position a module of its own"
+                )
+            buffer = owner._buffers[local]
+            running = isinstance(owner, nn.modules.batchnorm._NormBase)
+            if cast and not running and buffer is not None and buffer.is_floating_point():
+                raise ConfigError(
+                    f"buffer {name} of {self.spec.class_name} changes in forward, but dtype= casts the parameters around "
+                    f"it and not buffers: cast the model yourself (model.to(...)) and leave dtype=None"
+                )
 
     def buffers_now(self) -> tuple[dict[str, torch.Tensor | None], set[str]]:
         """(all buffers, names of those that forward changed or replaced, or may have changed)."""

@@ -17,7 +17,7 @@ Register = Callable[[int, int], int]
 
 
 def chunks(address: int, nbytes: int, limit: int = MAX_CHUNK_BYTES) -> list[tuple[int, int]]:
-    """(address, bytes) of page-aligned calls of at most `limit` bytes that cover a mapping once (cases: M5)."""
+    """(address, bytes) of page-aligned calls of at most `limit` bytes that cover a mapping once."""
     assert address % PAGE_BYTES == 0, "mappings start at a page"
     end = address + -(-nbytes // PAGE_BYTES) * PAGE_BYTES
     return [(first, min(limit, end - first)) for first in range(address, end, limit)]

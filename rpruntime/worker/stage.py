@@ -217,8 +217,10 @@ class Stage:
         flags = []
         for tensor in tensors:
             known = first.handles.get(id(tensor))
-            passed_on = known is not None and known[2] == tensor._version
-            flags.append(known[1] if passed_on else self._wants_gradient(tensor, position))
+            if known is not None and known[2] == tensor._version:
+                flags.append(known[1])
+            else:
+                flags.append(self._wants_gradient(tensor, position))
         return skeleton, [tensor.detach().clone() for tensor in tensors], flags
 
     def _wants_gradient(self, tensor: torch.Tensor, position: int) -> bool:
@@ -317,7 +319,7 @@ class Stage:
         return grads
 
     def _add(self, position: int, unit: int, index: int, grad: torch.Tensor) -> None:
-        """fp32 sums, micro-batches in order from zero (DESIGN "Semantics of sums and steps")."""
+        """fp32 sums, micro-batches in order from zero (docs/numerics.md)."""
         if grad.is_sparse:
             grad = grad.to_dense()
         total = self._sums.get((position, unit, index))
@@ -390,6 +392,7 @@ class Stage:
         if not changed and set(now) == set(handles):
             self.publications.append(Publication(PublishedEvent(self.task.slot, key, payload, ()), []))
             return
+        self._model.layers[position].check_changes(changed, cast=self._model.msg.cast)
         values = {name: t if t is None or name not in changed else t.detach().clone() for name, t in now.items()}
         skeleton, tensors = take_apart(values)
         names = {id(tensor): name for name, tensor in values.items()}
