@@ -39,17 +39,21 @@ MAX_VALIDATION_BATCHES = 100  # the whole of the manual's last tenth, and not ho
 
 
 class Embedding(nn.Module):
-    """Bytes to vectors: what the byte is, plus where it stands."""
+    """Bytes to vectors: which byte, which one before it, and where it stands.
+
+    Attention would learn to look one byte back by itself, but that alone takes longer than this whole run.
+    """
 
     def __init__(self, context: int, width: int) -> None:
         super().__init__()
-        self.byte = nn.Embedding(VOCABULARY, width)
+        self.byte, self.before = nn.Embedding(VOCABULARY, width), nn.Embedding(VOCABULARY, width)
         self.position = nn.Embedding(context, width)
-        nn.init.normal_(self.byte.weight, std=0.02)
-        nn.init.normal_(self.position.weight, std=0.02)
+        for table in (self.byte, self.before, self.position):
+            nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:  # [rows, time] -> [rows, time, width]
-        return self.byte(tokens) + self.position.weight[: tokens.shape[1]]
+        before = F.pad(tokens, (1, 0))[:, :-1]
+        return self.byte(tokens) + self.before(before) + self.position.weight[: tokens.shape[1]]
 
 
 class Block(nn.Module):
@@ -257,9 +261,8 @@ def main() -> None:
 
 
 def progress_text(pipe: rp.RoundPipe, step: int, rate: float) -> str:
-    newest = pipe.last_step  # the newest step that is done; float(loss) would wait for this one
-    loss = f"loss {newest.loss:.3f}" if newest else "loss -"
-    return f"step {step}  {loss}  {rate:,.0f} tokens/s"
+    newest = pipe.last_step  # the newest step that is done: the loss of this one would have to be waited for
+    return f"step {step}  loss {newest.loss:.3f}  {rate:,.0f} tokens/s" if newest else f"step {step}"
 
 
 @torch.inference_mode()
@@ -269,8 +272,8 @@ def write(model: nn.Module, args: argparse.Namespace, watch: Watch) -> str:
     generator = torch.Generator().manual_seed(args.seed)
     tokens = list(args.prompt.encode(errors="surrogateescape")) or [ord("\n")]
     model.eval()
-    for count in range(args.generate):
-        watch.show(count / args.generate, f"writing byte {count + 1} of {args.generate}")
+    for done in range(args.generate):
+        watch.show(done / args.generate, f"writing byte {done + 1} of {args.generate}")
         logits = model(torch.tensor([tokens[-args.context :]]))[0, -1].float()
         if args.temperature:
             chances = (logits / args.temperature).softmax(0)
@@ -300,7 +303,7 @@ def parse_arguments() -> argparse.Namespace:
     flag(group, "--heads", count, 2, "attention heads, among which the width is divided")
 
     group = parser.add_argument_group("training")
-    flag(group, "--steps", count, 400, "optimizer steps")
+    flag(group, "--steps", count, 300, "optimizer steps")
     group.add_argument("--minutes", type=positive, metavar="X", help="train for so long instead")
     flag(group, "--batch-size", count, 16, "windows of text in a step")
     flag(group, "--lr", positive, 4e-3, "highest learning rate, after the warm-up and before the cosine")

@@ -14,11 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from launcher import planning
 from launcher.session import base_candidates, clean_sessions, is_alive, list_sessions, read_session
 from rpruntime.errors import RoundPipeError
 from rpruntime.process import open_pidfd, start_time
 
-_LATER = ("top", "serve", "checkpoint", "plan", "simulate", "trace", "doctor")
+_LATER = ("top", "serve", "checkpoint", "trace", "doctor")
 _STOP_TIMEOUT_S = 30.0
 _USAGE = """usage: rpctl COMMAND [arguments]
 
@@ -26,6 +27,8 @@ _USAGE = """usage: rpctl COMMAND [arguments]
   rpctl logs [NAME] [ROLE]       a session's logs, of one process or the end of each
   rpctl stop NAME                end a session (under rplaunch: SIGTERM to the script)
   rpctl clean [--logs]           remove what dead sessions left; their logs too with --logs
+  rpctl plan FILE                cut measured layers into stages (rpctl plan --help)
+  rpctl simulate FILE            compare schedules on measured layers (rpctl simulate --help)
 
 NAME may be left out where there is one session. Come later: """ + ", ".join(_LATER)
 
@@ -46,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if words else 2
     commands: dict[str, Callable[[list[str]], int]] = {
         "status": _status, "logs": _logs, "stop": _stop, "clean": _clean,
+        "plan": planning.plan, "simulate": planning.simulate_schedules,
     }  # fmt: skip
     command, rest = words[0], words[1:]
     try:

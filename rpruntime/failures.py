@@ -71,13 +71,30 @@ def _unpickled(info: ErrorInfo) -> BaseException:
         found = pickle.loads(info.pickled)
     except Exception:
         found = None
-    if isinstance(found, type) and issubclass(found, BaseException):
-        err = found.__new__(found)
-        err.args = (info.text,)
-        return err
     if isinstance(found, BaseException):
         return found
+    if isinstance(found, tuple):  # its class and what could be pickled of it
+        try:
+            return _put_together(*found, info.text)
+        except Exception:
+            pass  # a class that cannot be made without its __init__
     return RoundPipeError(f"{info.type_name}: {info.text}")
+
+
+def _put_together(kind: type[BaseException], args: tuple[object, ...], state: dict[str, object], text: str) -> BaseException:
+    err = kind.__new__(kind, *args)
+    err.args = args
+    err.__dict__.update(state)
+    try:
+        same = str(err) == text
+    except Exception:
+        same = False
+    if not same:  # its message needs what had to stay behind
+        kind = type(kind.__name__, (kind,), {"__str__": lambda self: text, "__module__": kind.__module__})
+        err = kind.__new__(kind, *args)
+        err.args = args
+        err.__dict__.update(state)
+    return err
 
 
 def format_error(err: BaseException, frames: TracebackType | None, *, debug: bool = False) -> str:

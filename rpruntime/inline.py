@@ -77,10 +77,10 @@ class InlineSession:
 
     def _transfers(self, index: int) -> Transfers:
         if self.devices[0].startswith("cuda"):
-            return CudaTransfers()
+            return CudaTransfers(time.monotonic)
         if self.config.get("delayed_copies") is not None:
-            return DelayedTransfers(time.perf_counter, seed=int(self.config["delayed_copies"]) + index)
-        return CpuTransfers(time.perf_counter)
+            return DelayedTransfers(time.monotonic, seed=int(self.config["delayed_copies"]) + index)
+        return CpuTransfers(time.monotonic)
 
     def wait_ready(self, progress: Any = None) -> None:
         """Everything is here at once."""

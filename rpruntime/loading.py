@@ -69,6 +69,20 @@ class ModelPackage:
         self._client = client
         self._places = layout.place_of()
         self._handles: list[TensorHandle] = []
+        try:
+            self.spec = self._spec(layout, optimizer, loss_fn, settings)
+            self.handle = self._keep(put_bytes(client, pack_struct(self.spec)))
+        except BaseException:
+            self.free()
+            raise
+
+    def _spec(
+        self,
+        layout: ModelLayout,
+        optimizer: torch.optim.Optimizer | None,
+        loss_fn: Callable[..., Any] | None,
+        settings: dict[str, Any],
+    ) -> ModelSpec:
         layers = []
         for position, layer in enumerate(layout.layers):
             buffers = {id(b): name for name, b in layer.named_buffers(remove_duplicate=False)}
@@ -88,7 +102,7 @@ class ModelPackage:
         optim = None
         if optimizer is not None:
             optim = self._code((type(optimizer), optimizer_attributes(optimizer)), "optimizer", {})
-        self.spec = ModelSpec(
+        return ModelSpec(
             layers=tuple(layers),
             units=tuple(layout.units),
             loss_fn=loss,
@@ -96,7 +110,6 @@ class ModelPackage:
             python_path=tuple(sys.path),
             **settings,
         )
-        self.handle = self._keep(put_bytes(client, pack_struct(self.spec)))
 
     def _code(self, value: Any, name: str, buffers: dict[int, str]) -> CodeObject:
         try:
@@ -220,6 +233,7 @@ class Loader:
         """The initial weights, cast into the master copy and widened into the optimizer copy."""
         store = self._client.store
         began = told = time.monotonic()
+        wide_offsets = [optimizer_layout(unit)[0] for unit in self._layout.units]
         with torch.no_grad():
             for (unit, index), parameter in self._layout.parameters.items():
                 spec = self._layout.units[unit].params[index]
@@ -227,9 +241,8 @@ class Loader:
                 view(master, spec.offset, spec.shape, spec.dtype).copy_(parameter)
                 extent = allocated.optim[unit]
                 if extent is not None:
-                    offset = optimizer_layout(self._layout.units[unit])[0][index]
                     wide = optimizer_dtype(spec.dtype)
-                    view(store.bytes_of(extent), offset, spec.shape, wide).copy_(parameter)
+                    view(store.bytes_of(extent), wide_offsets[unit][index], spec.shape, wide).copy_(parameter)
                 if time.monotonic() - told > 1.9:
                     told = time.monotonic()
                     self._say(f"         writing weights, {spec.name} ... {told - began:.0f} s")

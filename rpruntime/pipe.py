@@ -143,20 +143,20 @@ class RoundPipe:
         loader.check_memory(optimizer)
         self._listener: Callable[[Any], None] = loader.on_message
         self._model = client.add_listener(lambda msg: self._listener(msg))
-        package = ModelPackage(
-            client,
-            self._layout,
-            optimizer,
-            loss_fn,
-            model=self._model,
-            name=self.name,
-            seed=torch.initial_seed() if seed is None else seed,
-            recompute=recompute,
-            asynchronous=asynchronous,
-            cast=cast,
-        )
-        client.wait_roles()
         try:
+            package = ModelPackage(
+                client,
+                self._layout,
+                optimizer,
+                loss_fn,
+                model=self._model,
+                name=self.name,
+                seed=torch.initial_seed() if seed is None else seed,
+                recompute=recompute,
+                asynchronous=asynchronous,
+                cast=cast,
+            )
+            client.wait_roles()
             allocated = loader.run(package)
         except BaseException:
             client.remove_listener(self._model)
@@ -229,8 +229,12 @@ class RoundPipe:
         modes = [(position, _modes(layer)) for position, layer in enumerate(self._layout.layers)]
         context["modes"] = tuple((p, flags) for p, flags in modes if flags != self._modes[p])
         encoder = _Encoder(self._client, self._say_once)
-        inputs = [encoder.encode((args, kwargs), "inputs") for args, kwargs in zip(cut.args, cut.kwargs, strict=True)]
-        labels = [encoder.encode(label, "labels") if has_labels else None for label in cut.labels]
+        try:
+            inputs = [encoder.encode((args, kwargs), "inputs") for args, kwargs in zip(cut.args, cut.kwargs, strict=True)]
+            labels = [encoder.encode(label, "labels") if has_labels else None for label in cut.labels]
+        except BaseException:
+            encoder.free()
+            raise
         return ev.CallEvent(
             call=call,
             model=self._model,
@@ -380,9 +384,10 @@ class RoundPipe:
 
     def _infer(self, cut: CutCall, *, has_labels: bool, wants_output: bool) -> ev.FinishCall:
         call = self._client.new_call(self._model)
+        event = self._call_event(call, cut, has_labels=has_labels, inference=True, wants_output=wants_output)
         result = Loss(self, f"evaluation call {call}")
         self._losses[call] = (result, 1.0)
-        self._client.do(self._call_event(call, cut, has_labels=has_labels, inference=True, wants_output=wants_output))
+        self._client.do(event)
         result._wait()
         return self._finished_calls.pop(call)
 
@@ -607,6 +612,11 @@ class _Encoder:
         self._client = client
         self._say_once = say_once
         self._seen: dict[int, tuple[torch.Tensor, TensorHandle]] = {}
+
+    def free(self) -> None:
+        """Give everything back: the call is not made."""
+        for _, handle in self._seen.values():
+            self._client.arena.free(handle.extent)
 
     def encode(self, value: Any, what: str) -> Payload:
         try:

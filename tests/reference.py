@@ -59,13 +59,15 @@ class PlainLoop:
         self.versions = [self._snapshot()]  # weights after 0, 1, 2... steps
         self.sums: dict[nn.Parameter, Tensor] = {}
         self.microbatches = 0  # of this iteration so far
+        self.stepped_buffers = self.buffers()  # as they were at the last step
+        self.base = 0  # the oldest version that an asynchronous iteration reads
 
     @property
     def iteration(self) -> int:
         return len(self.versions) - 1
 
     def forward_backward(self, inputs: Any, labels: Any, *, scale: float = 1.0) -> float:
-        self._load(max(0, self.iteration - 1) if self.asynchronous else self.iteration)
+        self._load(max(self.base, self.iteration - 1) if self.asynchronous else self.iteration)
         chunks = self._cut(inputs), self._cut(labels)
         rows = [len(label) for label in chunks[1]]
         size = self.round_size or len(rows)
@@ -92,18 +94,24 @@ class PlainLoop:
         self.optimizer.zero_grad()
         self.sums, self.microbatches = {}, 0
         self.versions.append(self._snapshot())
+        self.stepped_buffers = self.buffers()
 
     def zero_grad(self) -> None:
         self.sums = {}
 
+    def rewind(self) -> None:
+        """This iteration failed in the run: it begins again, and as at the start two iterations read its weights."""
+        assert not self.sums
+        self.base = self.iteration
+
     def gradients(self) -> dict[str, Tensor]:
         return {self.names[parameter]: total for parameter, total in self.sums.items()}
 
-    def buffers(self) -> dict[str, Tensor | None]:
-        """By name in the model."""
+    def buffers(self) -> dict[str, Tensor]:
+        """Copies of them, by name in the model."""
         prefixes = list(self.model._modules)
         return {
-            f"{prefixes[position]}.{name}": buffer
+            f"{prefixes[position]}.{name}": buffer.clone()
             for position, layer in enumerate(self.layers)
             for name, buffer in layer.named_buffers()
         }

@@ -27,9 +27,7 @@ class ExecutionPlan:
     backward: tuple[range, ...]
     round_size: int | None = None
 
-    def __init__(
-        self, forward: Iterable[range], backward: Iterable[range], round_size: int | None = None
-    ) -> None:
+    def __init__(self, forward: Iterable[range], backward: Iterable[range], round_size: int | None = None) -> None:
         object.__setattr__(self, "forward", tuple(forward))
         object.__setattr__(self, "backward", tuple(backward))
         object.__setattr__(self, "round_size", round_size)

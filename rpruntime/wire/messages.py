@@ -371,13 +371,17 @@ class LossReadyMsg:
 class SlotCommittedMsg:
     """Worker to controller: all that the slot wrote is published; what it read may go.
 
-    `products` are the keys with the extents behind them; `milliseconds` is the compute time of each micro-batch.
+    `products` are the keys with the extents behind them. `spans` are rows (phase, first layer, layer after the last,
+    micro-batch, start, end) of what the device computed, in milliseconds of the machine's monotonic clock: "forward" and
+    "recompute" layer by layer, "loss", "backward" by segment. `peak_bytes`: the device's memory at its highest during
+    the slot; 0 on a CPU.
     """
 
     slot: int
     role: str
     products: tuple[tuple[Key, tuple[Extent, ...]], ...]
-    milliseconds: tuple[float, ...]
+    spans: tuple[tuple[str, int, int, int, float, float], ...] = ()
+    peak_bytes: int = 0
 
 
 @struct

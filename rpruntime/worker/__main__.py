@@ -22,10 +22,10 @@ COPY_POLL_S = 0.0002
 def make_transfers(device: str) -> tuple[Transfers, dict[str, object]]:
     """The device's copies and what the launcher is told about it."""
     if not device.startswith("cuda"):
-        return CpuTransfers(time.perf_counter), {"device": device, "name": "CPU", "memory_bytes": 0}
+        return CpuTransfers(time.monotonic), {"device": device, "name": "CPU", "memory_bytes": 0}
     torch.cuda.init()
     properties = torch.cuda.get_device_properties(0)  # the launcher lets this process see one device
-    return CudaTransfers(), {"device": device, "name": properties.name, "memory_bytes": properties.total_memory}
+    return CudaTransfers(time.monotonic), {"device": device, "name": properties.name, "memory_bytes": properties.total_memory}
 
 
 def main() -> None:

@@ -36,8 +36,14 @@ def applied(settings: dict[str, Any]) -> Iterator[None]:
             stack.callback(_set, before)
             _set(settings)
         stack.enter_context(torch.enable_grad())
-        for device, dtype, cache in settings.get("autocast", ()):
+        wanted = settings.get("autocast", ())
+        for device, dtype, cache in wanted:
             stack.enter_context(torch.autocast(device, dtype=getattr(torch, dtype), cache_enabled=cache))
+        for device in {entry[0] for entry in before["autocast"]} - {entry[0] for entry in wanted}:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        if before["autocast"]:  # inline, inside the script's block: casts of other weights must not be found
+            torch.clear_autocast_cache()
+            stack.callback(torch.clear_autocast_cache)
         yield
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import linecache
 import os
-import sys
 import traceback
 
 import cloudpickle
@@ -47,14 +46,23 @@ def _text(err: BaseException) -> str:
 
 
 def _pickled(err: BaseException) -> bytes:
-    """The exception if it survives a round trip, else its class alone, else nothing."""
-    bare = err.with_traceback(None) if sys.version_info < (3, 11) else err
-    for candidate in (bare, type(err)):
-        try:
-            data = cloudpickle.dumps(candidate)
-            cloudpickle.loads(data)
-        except Exception:
-            continue
-        if len(data) <= 4 * _MAX_TEXT:
+    """The exception if it survives a round trip; else its class with what can be pickled of it; else nothing."""
+    try:
+        data = cloudpickle.dumps(err)
+        if _text(cloudpickle.loads(data)) == _text(err) and len(data) <= 4 * _MAX_TEXT:
             return bytes(data)
-    return b""
+    except Exception:
+        pass  # its class cannot be made from its arguments, or it carries something that has to stay
+    args = err.args if _survives(err.args) else (_text(err),)
+    state = {name: value for name, value in err.__dict__.items() if _survives(value)}
+    parts = (type(err), args, state)
+    return bytes(cloudpickle.dumps(parts)) if _survives(parts) else b""
+
+
+def _survives(value: object) -> bool:
+    try:
+        data = cloudpickle.dumps(value)
+        cloudpickle.loads(data)
+    except Exception:
+        return False
+    return len(data) <= _MAX_TEXT

@@ -84,7 +84,8 @@ class SlotDoneEvent:
     """Everything that the slot writes has been published."""
 
     slot: int
-    milliseconds: tuple[float, ...]
+    spans: tuple[tuple[str, int, int, int, float, float], ...] = ()
+    peak_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -415,7 +416,8 @@ class WorkerMachine:
             return
         self._staged.remove(event.slot)
         task = progress.task
-        self._send(CONTROLLER, SlotCommittedMsg(task.slot, self.role, tuple(progress.products), event.milliseconds))
+        products = tuple(progress.products)
+        self._send(CONTROLLER, SlotCommittedMsg(task.slot, self.role, products, event.spans, event.peak_bytes))
 
     # --- failures and cancels
 

@@ -64,8 +64,8 @@ class WorkerShell:
     def step(self, messages: list[Any]) -> bool:
         """Take messages in and do what is to be done now; at most one micro-batch. True: something was done."""
         self._collect()
-        events = [msg for msg in map(self._opened, messages) if self._machine.understands(msg)]
-        events += self._events
+        # what happened here comes first: a slot that has ended must not be dropped by a cancel that came after
+        events = [*self._events, *(msg for msg in map(self._opened, messages) if self._machine.understands(msg))]
         self._events.clear()
         instructions = self._machine.handle(*events)
         for instruction in instructions:
@@ -82,8 +82,7 @@ class WorkerShell:
             self._events.extend(stage.take_published())
         for stage in [stage for stage in self._finishing if not stage.publications]:
             self._finishing.remove(stage)
-            times = tuple(self._transfers.elapsed_ms(start, end) for start, end in stage.marks)
-            self._events.append(m.SlotDoneEvent(stage.task.slot, times))
+            self._events.append(m.SlotDoneEvent(stage.task.slot, stage.spans(), self._transfers.peak_bytes()))
         for stage in self._dropping:
             stage.take_published()
         for stage in [stage for stage in self._dropping if not stage.publications and stage.weights_arrived()]:

@@ -82,7 +82,7 @@ class Stage:
         self.place = Place()
         self.publications: list[Publication] = []
         self.own: list[Extent] = []
-        self.marks: list[tuple[Any, Any]] = []
+        self._marks: list[tuple[str, int, int, int, Any, Any]] = []
         self.weights = weights
         self._model = model
         self._transfers = transfers
@@ -93,6 +93,7 @@ class Stage:
         self._call: CallMsg | None = None
         self._inputs: dict[Key, Payload] = {}
         self._m = -1
+        self._backward_began: Any = None
 
     @property
     def layers(self) -> range:
@@ -104,11 +105,20 @@ class Stage:
         self.place = Place("start", -1, work.microbatch)
         if not self._bound:
             self._bind(work.call)
-        start = self._transfers.mark()
         with applied(work.call.context):
             {"forward": self._forward, "infer": self._infer, "fused": self._fused, "backward": self._backward}[self.task.kind]()
-        self.marks.append((start, self._transfers.mark()))
         self._inputs = {}
+
+    def spans(self) -> tuple[tuple[str, int, int, int, float, float], ...]:
+        """What the device computed and when; see `SlotCommittedMsg`."""
+        when = self._transfers.when_ms
+        return tuple((*place, when(start), when(end)) for *place, start, end in self._marks)  # type: ignore[misc]
+
+    def _mark(self, phase: str, start: int, stop: int, since: Any) -> Any:
+        """Note that the device computed this from `since` until now; returns the mark of now."""
+        now = self._transfers.mark()
+        self._marks.append((phase, start, stop, self._m, since, now))
+        return now
 
     def _bind(self, call: CallMsg) -> None:
         modes = dict(call.context.get("modes", ()))
@@ -232,6 +242,7 @@ class Stage:
         """Run consecutive layers; `commit`: this is the one forward that updates buffers."""
         value, call = entered.value, self._now
         wanted = dict(self.task.publish) if publish else {}
+        since = self._transfers.mark()
         for position in layers:
             self.place = Place(phase, position, self._m)
             layer = self._model.layers[position]
@@ -239,6 +250,7 @@ class Stage:
                 layer.bind_buffers(self._inputs[self._buffers_before(position)], lambda h: self._upload(h).wait())
             torch.manual_seed(layer_seed(self._model.msg.seed, call.iteration, call.first_microbatch + self._m, position))
             value = layer.module(*value[0], **value[1]) if position == 0 else layer.module(value)
+            since = self._mark(phase, position, position + 1, since)
             if layer.spec.buffers and commit:
                 self._publish_buffers(position)
             if position + 1 in wanted:
@@ -278,12 +290,14 @@ class Stage:
         return put_together(skeleton, [self._upload(handle).wait() for handle in payload.tensors])
 
     def _backward_from_loss(self, value: Any) -> None:
+        since = self._transfers.mark()
         loss, metrics = self._loss(value)
         self._publish_loss(loss.detach(), metrics)
         numerator, denominator = self._now.coefficients[self._m]
         scaled = loss / denominator if numerator == 1 else loss * numerator / denominator
         if self._now.scale != 1:
             scaled = scaled * self._now.scale
+        self._backward_began = self._mark("loss", len(self._model.layers), len(self._model.layers), since)
         if scaled.requires_grad:
             self.place = Place("backward", self._only_layer, self._m)
             scaled.backward()
@@ -296,6 +310,7 @@ class Stage:
                 "something other than its input, its buffers and the seed"
             )
         pairs = [(t, g) for t, g in zip(tensors, grads, strict=True) if g is not None and t.requires_grad]
+        self._backward_began = self._transfers.mark()
         if pairs:
             self.place = Place("backward", self._only_layer, self._m)
             torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
@@ -311,6 +326,7 @@ class Stage:
                 if parameter.grad is not None:
                     self._add(position, unit, index, parameter.grad)
                     parameter.grad = None
+        self._mark("backward", layers.start, layers.stop, self._backward_began)
         grads = [None if leaf is None else leaf.grad for leaf in entered.leaves]
         if last and self.task.grad_to:
             present = [grad for grad in grads if grad is not None]

@@ -42,11 +42,15 @@ class Transfers(Protocol):
         ...
 
     def mark(self) -> Any:
-        """A point in the device's computation, for `elapsed_ms`."""
+        """A point in the device's computation, for `when_ms`."""
         ...
 
-    def elapsed_ms(self, start: Any, end: Any) -> float:
-        """Milliseconds between two marks that have been reached."""
+    def when_ms(self, mark: Any) -> float:
+        """When the device reached a mark, in milliseconds of the machine's monotonic clock."""
+        ...
+
+    def peak_bytes(self) -> int:
+        """The device's memory at its highest since the last call; 0 where that is not measured."""
         ...
 
 
@@ -77,8 +81,11 @@ class CpuTransfers:
     def mark(self) -> float:
         return self._clock()
 
-    def elapsed_ms(self, start: float, end: float) -> float:
-        return (end - start) * 1e3
+    def when_ms(self, mark: float) -> float:
+        return mark * 1e3
+
+    def peak_bytes(self) -> int:
+        return 0
 
 
 def _like(host: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -104,10 +111,14 @@ class _CudaCopy:
 class CudaTransfers:
     """A CUDA device: every kind of copy on a stream of its own, ordered against compute by events alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._up = {kind: torch.cuda.Stream() for kind in ("act", "weights")}
         self._down = {kind: torch.cuda.Stream() for kind in ("act", "grad")}
+        self._origin = torch.cuda.Event(enable_timing=True)
+        self._origin.record()
+        self._origin.synchronize()
+        self._origin_ms = clock() * 1e3
 
     def upload(self, host: torch.Tensor, kind: str) -> Copy:
         with torch.cuda.stream(self._up[kind]):
@@ -131,8 +142,13 @@ class CudaTransfers:
         event.record()
         return event
 
-    def elapsed_ms(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        return float(start.elapsed_time(end))
+    def when_ms(self, mark: torch.cuda.Event) -> float:
+        return self._origin_ms + float(self._origin.elapsed_time(mark))
+
+    def peak_bytes(self) -> int:
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return peak
 
 
 class _DelayedCopy:
