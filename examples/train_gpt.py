@@ -315,7 +315,7 @@ def parse_arguments() -> argparse.Namespace:
     flag(group, "--num-microbatches", count, 4, "parts of a batch that follow each other through the stages")
     flag(group, "--plan", ["halves", "layers", "whole"], "halves", "what runs together; changes the time only")
     flag(group, "--dtype", ["float32", "bfloat16"], "float32", "of the layers; the optimizer's is float32")
-    stale = "let each step start from weights that are one step old, so that devices never wait"
+    stale = "gradients from weights one step old, so that devices never wait; wants a lower --lr, such as 1e-3"
     group.add_argument("--asynchronous", action="store_true", help=stale)
 
     group = parser.add_argument_group("sample")

@@ -22,6 +22,7 @@ from rpruntime.results import EvalResult, Loss, StepInfo
 from rpruntime.schedule.plan import ExecutionPlan
 from rpruntime.store.handle import Payload, TensorHandle
 from rpruntime.store.values import put_together, take_apart, why_not_picklable
+from rpruntime.tuning import Tuner
 from rpruntime.wire.messages import ReadStateMsg, RoleFailedMsg, StateMsg
 from rpruntime.worker.context import capture
 
@@ -82,7 +83,8 @@ class RoundPipe:
         self.model, self.optimizer, self.name = model, optimizer, name
         self._loss_fn, self._loss_weight, self._chunk_dims = loss_fn, loss_weight, chunk_dims
         self._num_microbatches = num_microbatches
-        self.plan = plan_of(plan, len(model))
+        self._asynchronous = asynchronous
+        fixed = plan_of(plan, len(model))
         layout = lay_out(model, optimizer, dtype, grad_dtype)
         if optimizer is not None and not any(unit.trainable for unit in layout.units):
             raise ConfigError(
@@ -91,6 +93,8 @@ class RoundPipe:
             )
         session = sessions.current() if session is None else session
         self._client: Client = client_of(session)
+        memory = min((int(info.get("memory_bytes", 0)) for info in session.ready.values() if "memory_bytes" in info), default=0)
+        self._tuner = Tuner(len(model), len(session.worker_roles), memory, fixed)
         self._quiet = bool(session.config.get("quiet"))
         self._said: set[str] = set()
         self._replace_older_pipe()
@@ -213,6 +217,8 @@ class RoundPipe:
             self._say_once(cut.warning)
         self._wait(lambda: len(self._client.machine.unfinished_steps(self._model)) < 2, "step t-2")
         self._raise_failure()
+        if not self._open:
+            self._choose_plan(len(cut.rows))
         call = self._client.new_call(self._model)
         event = self._call_event(call, cut, has_labels=labels is not None, scale=float(scale))
         loss = Loss(self, f"the loss of call {call}")
@@ -221,6 +227,19 @@ class RoundPipe:
         self._synchronized = False
         self._client.do(event)
         return loss
+
+    @property
+    def plan(self) -> ExecutionPlan:
+        """The stages of the open iteration."""
+        return self._tuner.plan
+
+    def _choose_plan(self, num_microbatches: int) -> None:
+        with self._client.lock:
+            iteration = self._client.machine.iteration(self._model)
+            self._tuner.before_iteration(iteration, num_microbatches, asynchronous=self._asynchronous)
+        if self._tuner.news:
+            self._say(f"step {iteration}: {self._tuner.news}")
+            self._tuner.news = ""
 
     def _call_event(
         self, call: int, cut: CutCall, *, has_labels: bool, scale: float = 1.0, inference: bool = False, wants_output: bool = False
@@ -487,6 +506,8 @@ class RoundPipe:
             self._on_call_finished(msg)
         elif isinstance(msg, ev.FinishStep):
             self._on_step_finished(msg)
+        elif isinstance(msg, ev.NoteTimes):
+            self._tuner.observe(msg.spans, msg.peak_bytes)
         elif isinstance(msg, ev.ReportFailure):
             self._on_failure(msg)
         elif isinstance(msg, StateMsg):
@@ -591,12 +612,14 @@ class RoundPipe:
             self._say(line)
 
 
-def plan_of(plan: str | ExecutionPlan, num_layers: int) -> ExecutionPlan:
-    """The plan that a setting means. Raises ConfigError."""
+def plan_of(plan: str | ExecutionPlan, num_layers: int) -> ExecutionPlan | None:
+    """The plan that a setting fixes; None: "auto". Raises ConfigError."""
     if isinstance(plan, ExecutionPlan):
         plan.check_covers(num_layers)
         return plan
-    if plan in ("auto", "layers"):
+    if plan == "auto":
+        return None
+    if plan == "layers":
         return ExecutionPlan.one_layer_a_stage(num_layers)
     raise ConfigError(f'plan must be "auto", "layers" or an ExecutionPlan, not {plan!r}')
 

@@ -307,6 +307,9 @@ class Controller:
         self.failures.append(i)
         self.cancelled.update(i.calls)
 
+    def _NoteTimes(self, i: ev.NoteTimes) -> None:
+        pass
+
     def _FinishCancel(self, i: ev.FinishCancel) -> None:
         self.rewound.append((i.model, i.iteration))
 

@@ -115,6 +115,15 @@ class FinishStep:
 
 
 @dataclass(frozen=True)
+class NoteTimes:
+    """A training slot took this long; rows as in `SlotCommittedMsg.spans`."""
+
+    model: int
+    spans: tuple[tuple[str, int, int, int, float, float], ...]
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
 class ReportFailure:
     """The user's code raised: these calls and steps will never finish. Cancelling goes on."""
 
@@ -134,4 +143,4 @@ class FinishCancel:
     iteration: int
 
 
-Instruction = Send | FreeOwn | FinishCall | FinishStep | ReportFailure | FinishCancel
+Instruction = Send | FreeOwn | FinishCall | FinishStep | NoteTimes | ReportFailure | FinishCancel

@@ -26,6 +26,7 @@ from rpruntime.control.events import (
     Instruction,
     ModelAddedEvent,
     ModelRemovedEvent,
+    NoteTimes,
     OutputTakenEvent,
     ReportFailure,
     Send,
@@ -359,6 +360,8 @@ class ControllerMachine:
         for key, extents in msg.products:
             self._publish(key, extents)
         self._release(msg.slot)
+        if msg.spans and task.kind != "infer":
+            self._out.append(NoteTimes(task.model, msg.spans, msg.peak_bytes))
         for key in [key for key in self._early_slabs if key[2] == msg.slot]:
             self._early_slabs.discard(key)
             self._drop(key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from math import ceil
+from math import inf
 
 from rpruntime.errors import ConfigError
 from rpruntime.schedule.costs import LayerTimes, numbers
@@ -70,46 +70,63 @@ def formula_plan(
 def formula_cut(packer: Packer, num_devices: int, num_microbatches: int) -> Cut:
     """The cut of `formula_plan`.
 
-    Candidates for t_max ascend. The objective is at least M * work + N(N-1) * t_max, where work is all backward
-    passes: that bounds t_max from the first finds on. A candidate is packed only if the stages that its work needs
-    at least, were they all full, would beat the best.
+    The number of stages falls as t_max rises. So between two candidates for t_max nothing can be better than the
+    stages of the longer with the time of the shorter, and a range in which that is too much is left out; other ranges
+    are halved. Objectives are at least M * (all backward passes) + N(N-1) * t_max, which bounds the candidates.
     """
-    times, count = packer.times, packer.num_layers
+    times = packer.times
     min_stages = min(num_devices, 2 * packer.max_fused + 1)
     fixed = num_devices * (num_devices - 1)
-    all_backward = times.backward_sum[-1]
-    best, less = float("inf"), 1 - 2e-9
-    found: tuple[float, int] | None = None
-    shortest = max(times.backward_ms)  # each layer is in some backward stage or in the fused one
+    best, best_t = inf, 0.0
 
-    def evaluate(t_max: float) -> None:
-        nonlocal best, found
-        fused = max(packer.fused_start(t_max), min_stages // 2)
-        if fused > packer.max_fused:
-            return
-        least = ceil(times.forward_sum[fused] / t_max * less) + ceil(times.backward_sum[fused] / t_max * less) + 1
-        if (num_microbatches * max(least, min_stages) + fixed) * t_max >= best:
-            return
-        forward, backward = packer.pack_forward(fused, t_max), packer.pack_backward(fused, t_max)
-        if forward is None or backward is None:
-            return
-        num_stages = max(len(forward) + len(backward) - 1, min_stages)
+    def evaluate(t_max: float) -> float:
+        """The fewest stages."""
+        nonlocal best, best_t
+        stages = _greedy(packer, t_max, min_stages)
+        if stages is None:
+            return inf
+        num_stages = max(stages.num_stages, min_stages)
         value = (num_microbatches * num_stages + fixed) * t_max
         if value < best * (1 - 1e-9):
-            best, found = value, (t_max, fused)
+            best, best_t = value, t_max
+        return num_stages
 
-    evaluate(max(times.forward_sum[-1] + all_backward, 1e-9))
-    if shortest > 0:  # some lengths first, so that few candidates are left to look at
-        for step in range(25):
-            evaluate(shortest * 1.1**step)
+    shortest = max(times.backward_ms)  # each layer is in some backward stage or in the fused one
+    evaluate(max(times.forward_sum[-1] + times.backward_sum[-1], 1e-9))
+    if best == inf:
+        raise ConfigError(f"no plan of {packer.num_layers} layers fits the memory limit")
+    for step in range(12):
+        evaluate(max(shortest, 1e-9) * 1.2**step)
     longest = best / (num_microbatches * min_stages + fixed)
     if fixed:
-        longest = min(longest, (best - num_microbatches * all_backward) / fixed)
-    for t_max in _candidates(times, shortest, longest * (1 + 1e-9)):
-        evaluate(t_max)
-    if found is None:  # memory forbids so many stages' layers outside the fused one
-        raise ConfigError(f"no plan of {count} layers fits the memory limit")
-    return _split_to(packer, found[0], found[1], min_stages)
+        longest = min(longest, (best - num_microbatches * times.backward_sum[-1]) / fixed)
+    candidates = _candidates(times, shortest, longest * (1 + 1e-9))
+    if candidates:
+        ranges = [(0, len(candidates) - 1, evaluate(candidates[0]), evaluate(candidates[-1]))]
+        while ranges:
+            first, last, at_first, at_last = ranges.pop()
+            nothing_less = (num_microbatches * at_last + fixed) * candidates[first] * (1 + 1e-12) >= best
+            if last - first < 2 or at_first == at_last < inf or nothing_less:
+                continue
+            middle = (first + last) // 2
+            at_middle = evaluate(candidates[middle])
+            ranges += [(middle, last, at_middle, at_last), (first, middle, at_first, at_middle)]
+    cut = _greedy(packer, best_t, min_stages)
+    assert cut is not None
+    while cut.num_stages < min_stages:
+        cut = _halve_longest(cut, times)
+    return cut
+
+
+def _greedy(packer: Packer, t_max: float, min_stages: int) -> Cut | None:
+    """The fewest stages under t_max that can be split into `min_stages`; None: some layer takes longer."""
+    fused = max(packer.fused_start(t_max), min_stages // 2)
+    if fused > packer.max_fused:
+        return None
+    forward, backward = packer.pack_forward(fused, t_max), packer.pack_backward(fused, t_max)
+    if forward is None or backward is None:
+        return None
+    return Cut(forward, (packer.num_layers, *backward))
 
 
 def to_plan(cut: Cut) -> ExecutionPlan:
@@ -137,16 +154,6 @@ def _candidates(times: LayerTimes, shortest: float, longest: float) -> list[floa
                         break
                     found.add(float(f"{length:.10g}"))
     return sorted(found)
-
-
-def _split_to(packer: Packer, t_max: float, fused: int, num_stages: int) -> Cut:
-    """The greedy stages for t_max, the longest of them halved until there are at least `num_stages`."""
-    forward, backward = packer.pack_forward(fused, t_max), packer.pack_backward(fused, t_max)
-    assert forward is not None and backward is not None
-    cut = Cut(forward, (packer.num_layers, *backward))
-    while cut.num_stages < num_stages:
-        cut = _halve_longest(cut, packer.times)
-    return cut
 
 
 def _halve_longest(cut: Cut, times: LayerTimes) -> Cut:

@@ -89,8 +89,8 @@ class Score:
 def search(packer: Packer, formula: Cut, score: Score) -> Cut:
     """The cut that simulates shortest; on equal times the one with fewer stages, then the first found.
 
-    Candidates (all cuts, of a few layers) are simulated in the order of their lower bounds, until no bound is below the times of the best few.
-    From each of those, single boundaries are moved as long as that helps.
+    Candidates (of a few layers, all cuts) are simulated in the order of their lower bounds, until no bound is below
+    the times of the best few. From each of those, single boundaries are moved as long as that helps.
     """
     times = packer.times
     if packer.num_layers <= _FEW_LAYERS:

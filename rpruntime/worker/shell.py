@@ -21,6 +21,9 @@ from rpruntime.worker.transfers import Transfers
 
 log = logging.getLogger(__name__)
 
+MAX_LAUNCHED = 2
+"""Micro-batches that may be launched and not finished: enough to hide launching, few enough to bound memory."""
+
 
 class WorkerShell:
     """One worker: its machine, its models and the stages under way.
@@ -44,6 +47,10 @@ class WorkerShell:
         self._stages: dict[int, Stage] = {}
         self._finishing: list[Stage] = []
         self._dropping: list[Stage] = []
+        self._ahead: deque[Any] = deque()
+        """Marks at the ends of launched micro-batches that the device has not reached."""
+        self._launched = False
+        """Whether the machine waits for the `LaunchedEvent` of work that has been launched."""
         self._events: deque[Any] = deque()
         self._carry_out: dict[type, Callable[[Any], Any]] = {
             m.Send: lambda i: self._post.send(i.role, i.msg),
@@ -59,7 +66,8 @@ class WorkerShell:
     @property
     def is_waiting_for_copies(self) -> bool:
         """Whether a copy is under way, so that looking again soon is worth while."""
-        return bool(self._finishing or self._dropping) or any(s.publications for s in self._stages.values())
+        waiting = self._launched or self._finishing or self._dropping
+        return bool(waiting) or any(stage.publications for stage in self._stages.values())
 
     def step(self, messages: list[Any]) -> bool:
         """Take messages in and do what is to be done now; at most one micro-batch. True: something was done."""
@@ -78,6 +86,11 @@ class WorkerShell:
         return msg
 
     def _collect(self) -> None:
+        while self._ahead and self._transfers.reached(self._ahead[0]):
+            self._ahead.popleft()
+        if self._launched and len(self._ahead) < MAX_LAUNCHED:
+            self._launched = False
+            self._events.append(m.LaunchedEvent())
         for stage in [*self._stages.values(), *self._finishing]:
             self._events.extend(stage.take_published())
         for stage in [stage for stage in self._finishing if not stage.publications]:
@@ -115,7 +128,8 @@ class WorkerShell:
         except (Exception, SystemExit) as err:
             self._report(stage, err)
         else:
-            self._events.append(m.LaunchedEvent())
+            self._ahead.append(self._transfers.mark())
+            self._launched = True
 
     def _finish(self, instruction: m.FinishSlot) -> None:
         stage = self._stages[instruction.task.slot]
@@ -126,7 +140,7 @@ class WorkerShell:
             return
         del self._stages[instruction.task.slot]
         self._finishing.append(stage)
-        self._events.append(m.LaunchedEvent())
+        self._launched = True
 
     def _drop(self, instruction: m.DropSlot) -> None:
         slot = instruction.task.slot

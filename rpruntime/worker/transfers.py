@@ -45,6 +45,10 @@ class Transfers(Protocol):
         """A point in the device's computation, for `when_ms`."""
         ...
 
+    def reached(self, mark: Any) -> bool:
+        """Whether the device has come to a mark."""
+        ...
+
     def when_ms(self, mark: Any) -> float:
         """When the device reached a mark, in milliseconds of the machine's monotonic clock."""
         ...
@@ -80,6 +84,9 @@ class CpuTransfers:
 
     def mark(self) -> float:
         return self._clock()
+
+    def reached(self, mark: float) -> bool:
+        return True
 
     def when_ms(self, mark: float) -> float:
         return mark * 1e3
@@ -141,6 +148,9 @@ class CudaTransfers:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+    def reached(self, mark: torch.cuda.Event) -> bool:
+        return mark.query()
 
     def when_ms(self, mark: torch.cuda.Event) -> float:
         return self._origin_ms + float(self._origin.elapsed_time(mark))
