@@ -45,7 +45,7 @@ def make_plan(settings: Mapping[str, Any], sys_path: list[str]) -> Plan:
     config["devices"] = [device.name for device in devices]
     config["threads_per_worker"] = 4 if on_cuda else max(1, cores // workers)
     if config["optimizer_threads"] is None:
-        config["optimizer_threads"] = max(1, cores - 2 * workers) if on_cuda else cores
+        config["optimizer_threads"] = max(1, cores - 2 * workers) if on_cuda else max(1, cores - workers)
     config["sys_path"] = sys_path
     return Plan(config, devices)
 

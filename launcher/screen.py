@@ -9,7 +9,7 @@ from pathlib import Path
 from launcher.devices import Device, usable_cores
 from rpruntime.store.limits import HostMemory, gib, memlock_text
 
-_NOTICES_S = (2.0, 5.0, 10.0, 20.0, 40.0)
+_NOTICES_S = (1.7, 5.0, 10.0, 20.0, 40.0)
 
 
 class Screen:

@@ -36,6 +36,7 @@ from rpruntime.wire.messages import (
 log = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 0.5
+POLL_S = 0.1
 Listener = Callable[[Any], None]
 
 
@@ -176,7 +177,7 @@ class Client:
 
     def _take_messages(self) -> bool:
         """Take in what has come; False: the client is closed."""
-        came = self.session.post.wait(CHECK_INTERVAL_S)
+        came = self.session.post.wait(POLL_S)
         with self._changed:
             if self._closed:
                 return False
@@ -243,7 +244,7 @@ class Client:
         self._closed = True
         atexit.unregister(self._at_exit)
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(2 * CHECK_INTERVAL_S)
+            self._thread.join()  # it looks up every POLL_S; the mailbox may be closed only after it
         with self._changed:
             self._changed.notify_all()
 

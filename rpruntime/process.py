@@ -114,6 +114,12 @@ class Child:
 
         self.mailbox.send("launcher", ReadyMsg(self.role, self.incarnation, info))
 
+    def end(self) -> None:
+        """End this process at once, without taking the interpreter and torch apart (half a second)."""
+        self.mailbox.close()
+        logging.shutdown()
+        os._exit(0)
+
     def start_failed(self, reason: str) -> None:
         """Tell the launcher, in words for the user, why this process cannot start, and end."""
         from rpruntime.wire.messages import StartFailedMsg

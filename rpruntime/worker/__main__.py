@@ -55,7 +55,7 @@ def main() -> None:
         if any(isinstance(msg, ShutdownMsg) for msg in messages):
             break
         busy = shell.step(messages)
-    child.mailbox.close()
+    child.end()
 
 
 main()
