@@ -1,8 +1,8 @@
 """The low-level client: one per session, the shell around the controller's machine. `RoundPipe` is built on it.
 
-    script's thread     calls --lock--> machine --> messages
-    receiver thread     messages --lock--> machine --> messages, futures
-    inline session      no thread: whoever waits drives the roles
+script's thread     calls --lock--> machine --> messages
+receiver thread     messages --lock--> machine --> messages, futures
+inline session      no thread: whoever waits drives the roles
 """
 
 from __future__ import annotations
@@ -160,7 +160,9 @@ class Client:
         if os.getpid() != self._pid:
             raise RoundPipeError("a forked child cannot use the pipe of its parent")
         if not self.session.launcher_alive():
-            self._broken = SessionLost(f"session {self.session.name} is gone: its launcher ended; start the script again")
+            self._broken = SessionLost(
+                f"session {self.session.name} is gone: its launcher ended; start the script again"
+            )
             raise self._broken
 
     # --- messages

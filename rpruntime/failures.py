@@ -81,7 +81,9 @@ def _unpickled(info: ErrorInfo) -> BaseException:
     return RoundPipeError(f"{info.type_name}: {info.text}")
 
 
-def _put_together(kind: type[BaseException], args: tuple[object, ...], state: dict[str, object], text: str) -> BaseException:
+def _put_together(
+    kind: type[BaseException], args: tuple[object, ...], state: dict[str, object], text: str
+) -> BaseException:
     err = kind.__new__(kind, *args)
     err.args = args
     err.__dict__.update(state)

@@ -69,7 +69,9 @@ class InlineSession:
         self._workers = []
         for index, role in enumerate(self.worker_roles):
             post = _Post(role, hub)
-            shell = WorkerShell(post, self._arena(f"{role}.1"), self._transfers(index), self.worker_roles, self.devices[0])
+            shell = WorkerShell(
+                post, self._arena(f"{role}.1"), self._transfers(index), self.worker_roles, self.devices[0]
+            )
             self._workers.append((post, shell))
 
     def _arena(self, owner: str) -> Arena:
@@ -92,7 +94,10 @@ class InlineSession:
     @torch.inference_mode(False)
     def drive(self) -> bool:
         """Let every role do one thing; False: nobody had anything to do. The script's random state is put back."""
-        states: list[tuple[Callable[[Any], Any], Any]] = [(torch.set_rng_state, torch.get_rng_state()), (random.setstate, random.getstate())]
+        states: list[tuple[Callable[[Any], Any], Any]] = [
+            (torch.set_rng_state, torch.get_rng_state()),
+            (random.setstate, random.getstate()),
+        ]
         states.append((np.random.set_state, np.random.get_state()))
         if torch.cuda.is_initialized():
             states.append((torch.cuda.set_rng_state, torch.cuda.get_rng_state()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections import Counter
 from dataclasses import dataclass, field
@@ -43,9 +44,13 @@ def check_model(model: Any) -> None:
     """Raises ConfigError, with the line to change, for what cannot be wrapped."""
     kind = type(model).__name__
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        raise ConfigError(f"RoundPipe spreads the model over devices by itself: pass model.module instead of the {kind}")
+        raise ConfigError(
+            f"RoundPipe spreads the model over devices by itself: pass model.module instead of the {kind}"
+        )
     if hasattr(model, "_orig_mod"):
-        raise ConfigError("pass the model as it was before torch.compile (model._orig_mod); RoundPipe(compile=...) compiles layers")
+        raise ConfigError(
+            "pass the model as it was before torch.compile (model._orig_mod); RoundPipe(compile=...) compiles layers"
+        )
     if not isinstance(model, nn.Sequential):
         raise ConfigError(
             f"RoundPipe needs an nn.Sequential, whose entries are the layers, not a {kind}: write the model as "
@@ -60,7 +65,7 @@ def check_model(model: Any) -> None:
             raise ConfigError(f"{name} is on the meta device: load or initialise the model on the CPU first")
         if tensor.device.type != "cpu":
             raise ConfigError(
-                f"{name} is on {tensor.device}: leave the model on the CPU (remove .to({str(tensor.device)!r}), .cuda() or "
+                f"{name} is on {tensor.device}: leave the model on the CPU (remove .to(...), .cuda() or "
                 "device_map); RoundPipe brings each layer to a device when it runs"
             )
 
@@ -70,10 +75,12 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"the optimizer must be a torch.optim.Optimizer, not a {type(optimizer).__name__}")
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError("LBFGS needs a closure over the whole model; use an optimizer that steps each parameter alone")
+        raise ConfigError(
+            "LBFGS needs a closure over the whole model; use an optimizer that steps each parameter alone"
+        )
     if type(optimizer).__module__.split(".")[0] == "bitsandbytes":
         raise ConfigError(
-            f"{type(optimizer).__name__} keeps its state on the GPU; use torch.optim.AdamW, whose state lies in host memory here"
+            f"{type(optimizer).__name__} keeps its state on the GPU; use torch.optim.AdamW, here its state is in host memory"
         )
     known = {id(parameter) for parameter in model.parameters()}
     for number, group in enumerate(optimizer.param_groups):
@@ -110,7 +117,14 @@ def lay_out(
         dtypes = [dtype_name(cast.target(p)) for p in members]
         offsets, nbytes = packed(shapes, dtypes)
         specs = tuple(
-            ParamSpec(full_names[id(p)], offset, shape, kind, dtype_name(grad_dtype) if grad_dtype else kind, groups.get(id(p), -1))
+            ParamSpec(
+                full_names[id(p)],
+                offset,
+                shape,
+                kind,
+                dtype_name(grad_dtype) if grad_dtype else kind,
+                groups.get(id(p), -1),
+            )
             for p, offset, shape, kind in zip(members, offsets, shapes, dtypes, strict=True)
         )
         index = len(layout.units)
@@ -155,7 +169,7 @@ def _check_half(model: nn.Module, dtype: torch.dtype | None) -> None:
     half = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
     if half and dtype in (None, torch.float16):
         raise ConfigError(
-            f"{half[0]} is float16, which needs a gradient scaler, and that is not supported yet; pass dtype=torch.bfloat16"
+            f"{half[0]} is float16, which needs a gradient scaler; that is not supported yet, pass dtype=torch.bfloat16"
         )
 
 
@@ -168,7 +182,7 @@ def _check_storage(model: nn.Module) -> None:
             span = sum((size - 1) * step for size, step in zip(parameter.shape, parameter.stride(), strict=True))
             spans.append((first, first + (span + 1) * parameter.element_size(), name))
     spans.sort()
-    for (_, end, name), (start, _, other) in zip(spans, spans[1:], strict=False):
+    for (_, end, name), (start, _, other) in itertools.pairwise(spans):
         if start < end:
             raise ConfigError(
                 f"{name} and {other} are different parameters over the same memory; tie them by using one nn.Parameter "

@@ -98,7 +98,9 @@ class ModelPackage:
             )
         loss = None if loss_fn is None else self._code(loss_fn, "loss_fn", {})
         if loss is not None and any(entry[0] == "param" for entry in loss.tensors):
-            raise ConfigError("loss_fn uses a parameter of the model: make it part of the last layer, where it gets a gradient")
+            raise ConfigError(
+                "loss_fn uses a parameter of the model: make it part of the last layer, where it gets a gradient"
+            )
         optim = None
         if optimizer is not None:
             optim = self._code((type(optimizer), optimizer_attributes(optimizer)), "optimizer", {})
@@ -116,7 +118,7 @@ class ModelPackage:
             skeleton, tensors = take_apart(value)
         except Exception as err:
             raise ConfigError(
-                f"{why_not_picklable(value, name)}; it has to travel to the worker processes: create it inside forward, "
+                f"{why_not_picklable(value, name)}; it has to travel to the workers: create it inside forward, "
                 "or give its class __getstate__ and __setstate__"
             ) from err
         entries: list[tuple[Any, ...]] = []
@@ -170,7 +172,9 @@ def host_bytes(layout: ModelLayout, states: int) -> int:
     master = sum(unit.nbytes for unit in layout.units)
     trainable = [unit for unit in layout.units if unit.trainable]
     fp32 = sum(optimizer_layout(unit)[1] for unit in trainable)
-    return master + sum(u.nbytes for u in trainable) + fp32 * (1 + states) + sum(gradient_layout(u)[1] for u in trainable)
+    return (
+        master + sum(u.nbytes for u in trainable) + fp32 * (1 + states) + sum(gradient_layout(u)[1] for u in trainable)
+    )
 
 
 class Loader:
@@ -202,7 +206,7 @@ class Loader:
         count = sum(parameter.numel() for parameter in self._layout.parameters.values())
         kinds = dict.fromkeys(param.dtype for unit in self._layout.units for param in unit.params)
         self._say(
-            f"model    {_count(count)} parameters, {len(self._layout.layers)} layers, {', '.join(kinds) or 'no weights'} | "
+            f"model    {_count(count)} parameters, {len(self._layout.layers)} layers, {', '.join(kinds) or 'empty'} | "
             f"needs host {gib(need)} of {gib(memory.available(override)[0])}"
         )
 

@@ -353,9 +353,7 @@ def _weights(labels: list[Any], rows: list[int], loss_weight: Callable[[Any], An
     return weights
 
 
-def _coefficients(
-    weights: list[float], weighted: bool, num_items: float | Tensor | None
-) -> list[Coefficient]:
+def _coefficients(weights: list[float], weighted: bool, num_items: float | Tensor | None) -> list[Coefficient]:
     if num_items is not None:
         total = _number(num_items, "num_items")
         if total == 0:
@@ -399,9 +397,7 @@ def _merge(values: list[Any], rows: list[int], weights: list[float], path: str) 
     names = [suffix for suffix, _ in children]
     if any([suffix for suffix, _ in node] != names for node in nodes):
         raise _unmergeable(path, len(values), "its keys or lengths differ")
-    merged = [
-        _merge([node[i][1] for node in nodes], rows, weights, path + name) for i, name in enumerate(names)
-    ]
+    merged = [_merge([node[i][1] for node in nodes], rows, weights, path + name) for i, name in enumerate(names)]
     return _rebuild(first, children, merged)
 
 

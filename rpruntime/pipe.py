@@ -93,7 +93,9 @@ class RoundPipe:
             )
         session = sessions.current() if session is None else session
         self._client: Client = client_of(session)
-        memory = min((int(info.get("memory_bytes", 0)) for info in session.ready.values() if "memory_bytes" in info), default=0)
+        memory = min(
+            (int(info.get("memory_bytes", 0)) for info in session.ready.values() if "memory_bytes" in info), default=0
+        )
         self._tuner = Tuner(len(model), len(session.worker_roles), memory, fixed)
         self._quiet = bool(session.config.get("quiet"))
         self._said: set[str] = set()
@@ -183,7 +185,9 @@ class RoundPipe:
 
     # --- training
 
-    def forward_backward(self, inputs: Any, labels: Any = None, *, scale: float = 1.0, num_items: float | None = None) -> Loss:
+    def forward_backward(
+        self, inputs: Any, labels: Any = None, *, scale: float = 1.0, num_items: float | None = None
+    ) -> Loss:
         """Queue forward, loss and backward of one batch; returns at once.
 
         Args:
@@ -242,14 +246,23 @@ class RoundPipe:
             self._tuner.news = ""
 
     def _call_event(
-        self, call: int, cut: CutCall, *, has_labels: bool, scale: float = 1.0, inference: bool = False, wants_output: bool = False
+        self,
+        call: int,
+        cut: CutCall,
+        *,
+        has_labels: bool,
+        scale: float = 1.0,
+        inference: bool = False,
+        wants_output: bool = False,
     ) -> ev.CallEvent:
         context = capture()
         modes = [(position, _modes(layer)) for position, layer in enumerate(self._layout.layers)]
         context["modes"] = tuple((p, flags) for p, flags in modes if flags != self._modes[p])
         encoder = _Encoder(self._client, self._say_once)
         try:
-            inputs = [encoder.encode((args, kwargs), "inputs") for args, kwargs in zip(cut.args, cut.kwargs, strict=True)]
+            inputs = [
+                encoder.encode((args, kwargs), "inputs") for args, kwargs in zip(cut.args, cut.kwargs, strict=True)
+            ]
             labels = [encoder.encode(label, "labels") if has_labels else None for label in cut.labels]
         except BaseException:
             encoder.free()
@@ -303,7 +316,7 @@ class RoundPipe:
         for number, group in enumerate(self.optimizer.param_groups):
             if any(id(p) not in self._stepped for p in group["params"] if p.requires_grad):
                 raise ConfigError(
-                    f"param_groups[{number}] was changed after the model was wrapped: add groups first, then make the RoundPipe"
+                    f"param_groups[{number}] changed after the model was wrapped: add groups first, then make the RoundPipe"
                 )
             plain: dict[str, Any] = {}
             for key, value in group.items():
@@ -311,7 +324,11 @@ class RoundPipe:
                     value = value.item()
                 if isinstance(value, _HYPER_TYPES):
                     plain[key] = value
-                elif isinstance(value, list | tuple) and key != "params" and all(isinstance(v, _HYPER_TYPES) for v in value):
+                elif (
+                    isinstance(value, list | tuple)
+                    and key != "params"
+                    and all(isinstance(v, _HYPER_TYPES) for v in value)
+                ):
                     plain[key] = tuple(value)
             groups.append(plain)
         return tuple(groups)
@@ -359,12 +376,14 @@ class RoundPipe:
     # --- evaluation
 
     def forward(self, inputs: Any, *, num_microbatches: int | None = None) -> Any:
-        """What the model returns for `inputs`, merged: the weights after every `step()` issued, eval mode, no gradients.
+        """What the model returns for `inputs`, merged; weights after every `step()` issued, eval mode, no gradients.
 
         Tensors are joined along dim 0, scalars averaged by rows, equal values kept.
         """
         self._start_of_call()
-        cut = cut_call(inputs, None, num_microbatches=num_microbatches or self._num_microbatches, chunk_dims=self._chunk_dims)
+        cut = cut_call(
+            inputs, None, num_microbatches=num_microbatches or self._num_microbatches, chunk_dims=self._chunk_dims
+        )
         finished = self._infer(cut, has_labels=False, wants_output=True)
         outputs = [self._decode(payload) for payload in finished.outputs]
         self._client.do(ev.OutputTakenEvent(finished.call))
@@ -388,7 +407,11 @@ class RoundPipe:
                 break
             self._start_of_call()
             cut = cut_call(
-                inputs, labels, num_microbatches=self._num_microbatches, chunk_dims=self._chunk_dims, loss_weight=self._loss_weight
+                inputs,
+                labels,
+                num_microbatches=self._num_microbatches,
+                chunk_dims=self._chunk_dims,
+                loss_weight=self._loss_weight,
             )
             finished = self._infer(cut, has_labels=labels is not None, wants_output=False)
             for loss, metrics, weight in zip(finished.losses, finished.metrics, cut.weights, strict=True):
@@ -420,7 +443,7 @@ class RoundPipe:
     # --- weights
 
     def synchronize(self) -> None:
-        """Wait for every step issued; then, until the next `step()`, the script's parameters and buffers are the newest.
+        """Wait for every step issued; until the next `step()` the script's parameters and buffers are the newest.
 
         They are live views in the model's dtype: clone to keep. Gradients that no step has taken stay.
         """
@@ -515,7 +538,10 @@ class RoundPipe:
         elif isinstance(msg, RoleFailedMsg):
             self._broken = self._broken or rebuild(msg.error, 0, self._client.machine.iteration(self._model))
             broken = self._broken
-            for pending in [*(loss for loss, _ in self._losses.values()), *(info for info, _, _ in self._steps.values())]:
+            for pending in [
+                *(loss for loss, _ in self._losses.values()),
+                *(info for info, _, _ in self._steps.values()),
+            ]:
                 pending._cancel(lambda: broken)
 
     def _on_call_finished(self, msg: ev.FinishCall) -> None:
@@ -595,7 +621,9 @@ class RoundPipe:
 
     def _failure_is_over(self) -> None:
         """Wait until everything that a failure cancelled is gone."""
-        self._client.wait(lambda: not self._client.machine.is_cancelling(self._model), "the end of a cancelled iteration")
+        self._client.wait(
+            lambda: not self._client.machine.is_cancelling(self._model), "the end of a cancelled iteration"
+        )
 
     def _wait(self, ready: Callable[[], bool], what: str, timeout_s: float | None = None) -> bool:
         return self._client.wait(
@@ -684,4 +712,3 @@ def _patch_optimizer(optimizer: torch.optim.Optimizer, pipe: RoundPipe) -> None:
 def _unpatch_optimizer(optimizer: torch.optim.Optimizer) -> None:
     for name in ("step", "state_dict"):
         optimizer.__dict__.pop(name, None)
-

@@ -116,7 +116,10 @@ class Tuner:
             )
         except ConfigError:
             return  # one layer a stage runs, so no other plan is needed
-        now, then = self._expected(self.plan, num_microbatches, asynchronous), self._expected(found, num_microbatches, asynchronous)
+        now, then = (
+            self._expected(self.plan, num_microbatches, asynchronous),
+            self._expected(found, num_microbatches, asynchronous),
+        )
         if then[0] < now[0] * (1 - MIN_GAIN):
             self.plan = found
             self.news = (

@@ -80,7 +80,7 @@ def ours(options: argparse.Namespace, asynchronous: bool) -> dict[str, Any]:
 
 
 def plan_of(text: str, num_layers: int) -> Any:
-    """"auto", "layers", or "F,B": forward stages of F layers and backward stages of B layers, the head fused alone."""
+    """ "auto", "layers", or "F,B": forward stages of F layers and backward stages of B layers, the head fused alone."""
     import rpruntime as rp
 
     if not text[0].isdigit():
@@ -214,7 +214,10 @@ def main() -> int:
     result = run(options)
     tokens = options.batch * options.seq
     row = {"system": options.system, "shape": options.shape, "tokens_s": tokens / result["seconds"], **result}
-    print(json.dumps({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}), flush=True)
+    print(
+        json.dumps({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}),
+        flush=True,
+    )
     sys.stdout.flush()
     if options.system.startswith("peer"):
         os._exit(0)  # its threads do not end by themselves

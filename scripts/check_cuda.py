@@ -53,7 +53,9 @@ class Block(nn.Module):
 
 def build() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(Embed(), *[Block() for _ in range(LAYERS)], nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB)))
+    return nn.Sequential(
+        Embed(), *[Block() for _ in range(LAYERS)], nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB))
+    )
 
 
 def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -115,14 +117,21 @@ def main() -> int:
     for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             expected = pool.apply(resident, (dtype,))
-        for name, plan, recompute in (("layers", "layers", "stage"), ("uneven", uneven, "stage"), ("by layer", uneven, "layer")):
+        for name, plan, recompute in (
+            ("layers", "layers", "stage"),
+            ("uneven", uneven, "stage"),
+            ("by layer", uneven, "layer"),
+        ):
             began = time.perf_counter()
             got = piped(dtype, plan, recompute)
             off = max(abs(a - b) / abs(a) for a, b in zip(expected, got, strict=True))
             verdict = "ok" if off <= limit else "TOO FAR"
             worst |= off > limit
             seconds = time.perf_counter() - began
-            print(f"{str(dtype):15} {name:9} loss {got[0]:.5f} -> {got[-1]:.5f}  off {off:.2e} <= {limit:g} {verdict}  {seconds:.1f} s")
+            print(
+                f"{dtype!s:15} {name:9} loss {got[0]:.5f} -> {got[-1]:.5f}  off {off:.2e} <= {limit:g} {verdict} "
+                f" {seconds:.1f} s"
+            )
     print("script has a CUDA context:", torch.cuda.is_initialized())
     return worst
 

@@ -1,4 +1,4 @@
-"""The decoder of the benchmarks, the same for every system: grouped-query attention, gated MLP, RMS norms, rotary positions."""
+"""The decoder of the benchmarks: grouped-query attention, gated MLP, RMS norms, rotary positions."""
 
 from __future__ import annotations
 

@@ -392,7 +392,9 @@ class Cluster:
             )
         )
 
-    def call(self, model: int, plan: ExecutionPlan, weights: list[float], inference: bool = False, output: bool = False) -> int:
+    def call(
+        self, model: int, plan: ExecutionPlan, weights: list[float], inference: bool = False, output: bool = False
+    ) -> int:
         call = next(self._calls)
         write = self.memory.write
         owner = self.controller.owner

@@ -468,7 +468,6 @@ def test_contributions_add_up_to_the_weighted_mean(rows: int, num: int, data: st
     value = torch.arange(rows, dtype=torch.float64)
     call = cut_call(value, weight, num_microbatches=num, loss_weight=torch.sum)
     total = sum(
-        c.apply((v * w).sum() / w.sum())
-        for (v,), w, c in zip(call.args, call.labels, call.coefficients, strict=True)
+        c.apply((v * w).sum() / w.sum()) for (v,), w, c in zip(call.args, call.labels, call.coefficients, strict=True)
     )
     torch.testing.assert_close(total, (value * weight).sum() / weight.sum())

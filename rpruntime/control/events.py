@@ -73,9 +73,7 @@ class OutputTakenEvent:
     call: int
 
 
-Event = (
-    ModelAddedEvent | ModelRemovedEvent | CallEvent | StepEvent | DiscardEvent | OutputTakenEvent
-)
+Event = ModelAddedEvent | ModelRemovedEvent | CallEvent | StepEvent | DiscardEvent | OutputTakenEvent
 
 
 @dataclass(frozen=True)

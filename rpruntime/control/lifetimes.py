@@ -78,7 +78,7 @@ class Lifetimes:
         """Whether anything still names this key."""
         return key in self._entries
 
-    def keys(self) -> list[Key]:
+    def live_keys(self) -> list[Key]:
         """Every live key."""
         return list(self._entries)
 

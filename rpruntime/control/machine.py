@@ -216,7 +216,7 @@ class ControllerMachine:
         """The buffers after the last step issued, by position; its calls must have finished."""
         state = self._models[model]
         start = state.iterations[state.iteration].buffers_from
-        return {position: self._buffers["buffer", *start, position] for position, _ in state.spec.buffers}
+        return {position: self._buffers[("buffer", *start, position)] for position, _ in state.spec.buffers}
 
     # --- models
 
@@ -236,7 +236,7 @@ class ControllerMachine:
     def _on_model_removed(self, event: ModelRemovedEvent) -> None:
         model = self._models.pop(event.model)
         for call in [number for number, call in self._calls.items() if call.event.model == event.model]:
-            for key in self._lifetimes.keys():
+            for key in self._lifetimes.live_keys():
                 if key[0] != "weights" and key[1] == call:
                     self._drop(key)
             del self._calls[call]
@@ -245,7 +245,7 @@ class ControllerMachine:
                 self._drop(("buffer", *start, position))
         for role in (*self.workers, OPTIMIZER):
             self._send(role, UnloadModelMsg(event.model))
-        for key in self._lifetimes.keys():
+        for key in self._lifetimes.live_keys():
             if key[:2] == ("weights", event.model):
                 self._lifetimes.drop(key)  # the optimizer frees its slabs when it unloads
 
@@ -502,7 +502,7 @@ class ControllerMachine:
         if cancel.iteration is not None:
             self._rewind(number, model, cancel.iteration)
         calls = [c for c, call in self._calls.items() if call.event.model == number and c in gone]
-        for key in self._lifetimes.keys():
+        for key in self._lifetimes.live_keys():
             if key[0] != "weights" and key[1] in calls:
                 self._drop(key)
         for call in calls:
@@ -570,7 +570,7 @@ class ControllerMachine:
         for number, call in self._calls.items():
             assert all(self._slots[slot].call == number for slot in call.open_slots)
         for number, model in self._models.items():
-            held = {key for key in self._lifetimes.reads(("readable", number))}
+            held = self._lifetimes.reads(("readable", number))
             assert held == {("weights", number, u, v) for u, versions in model.versions.items() for v in versions}
 
     def live_extents(self) -> set[Extent]:

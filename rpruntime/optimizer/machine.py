@@ -1,8 +1,8 @@
 """The optimizer's brain: in which order gradients are added, when a step may run, what is published.
 
 No sockets, clock, torch or threads. Gradients are added in (call, first micro-batch, deepest position first) order
-whatever order they arrive in; slot numbers ascend in that order. A step runs when every gradient of its iteration is in,
-so a call that fails has moved nothing. P_cp follows each unit's step at once, into a fresh slab.
+whatever order they arrive in; slot numbers ascend in that order. A step runs when every gradient of its iteration is
+in, so a call that fails has moved nothing. P_cp follows each unit's step at once, into a fresh slab.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rpruntime.wire.messages import (
     DiscardMsg,
     ExpectSlabsMsg,
     FreeMsg,
-    ModelSpec,
     ModelFilledMsg,
+    ModelSpec,
     ReadStateMsg,
     SlabDoneMsg,
     SlabPart,
@@ -468,4 +468,3 @@ class OptimizerMachine:
 
     def _send(self, role: str, msg: Any) -> None:
         self._out.append(Send(role, msg))
-

@@ -18,8 +18,8 @@ from rpruntime.recording import record
 from rpruntime.store.arena import Arena
 from rpruntime.store.handle import Extent, Payload, TensorHandle
 from rpruntime.store.values import put_together, take_apart
-from rpruntime.wire.mailbox import Post
 from rpruntime.wire.codec import unpack_struct
+from rpruntime.wire.mailbox import Post
 from rpruntime.wire.messages import LoadModelMsg, ModelAllocatedMsg, ModelReadyMsg, ModelSpec, RoleFailedMsg, StateMsg
 from rpruntime.worker.failures import describe
 
@@ -194,7 +194,9 @@ class OptimizerShell:
             number = unit.spec.index
             if msg.what == "gradients":
                 found = unit.gradients(instruction.iteration, instruction.only.get(number))
-                values: list[tuple[int, str, Any]] = [(index, "gradient", gradient) for index, gradient in enumerate(found) if gradient is not None]
+                values: list[tuple[int, str, Any]] = [
+                    (index, "gradient", gradient) for index, gradient in enumerate(found) if gradient is not None
+                ]
             else:
                 values = unit.state_rows()
             for index, name, value in values:

@@ -97,7 +97,7 @@ def pack_struct(value: Any) -> bytes:
 
 
 def unpack_struct(data: bytes) -> Any:
-    """The struct of `pack_struct`; for bytes that an authenticated process wrote, broken ones raise what msgpack raises."""
+    """The struct of `pack_struct`; for bytes of an authenticated process (broken ones raise what msgpack raises)."""
     return _unpack(data)
 
 

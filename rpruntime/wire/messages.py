@@ -372,8 +372,8 @@ class SlotCommittedMsg:
     """Worker to controller: all that the slot wrote is published; what it read may go.
 
     `products` are the keys with the extents behind them. `spans` are rows (phase, first layer, layer after the last,
-    micro-batch, start, end) of what the device computed, in milliseconds of the machine's monotonic clock: "forward" and
-    "recompute" layer by layer, "loss", "backward" by segment. `peak_bytes`: the device's memory at its highest during
+    micro-batch, start, end) of what the device computed, in milliseconds of the machine's monotonic clock: "forward"
+    and "recompute" layer by layer, "loss", "backward" by segment. `peak_bytes`: the device's memory at its highest during
     the slot; 0 on a CPU.
     """
 

@@ -25,7 +25,11 @@ def make_transfers(device: str) -> tuple[Transfers, dict[str, object]]:
         return CpuTransfers(time.monotonic), {"device": device, "name": "CPU", "memory_bytes": 0}
     torch.cuda.init()
     properties = torch.cuda.get_device_properties(0)  # the launcher lets this process see one device
-    return CudaTransfers(time.monotonic), {"device": device, "name": properties.name, "memory_bytes": properties.total_memory}
+    return CudaTransfers(time.monotonic), {
+        "device": device,
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+    }
 
 
 def main() -> None:

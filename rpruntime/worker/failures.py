@@ -15,7 +15,13 @@ _MAX_TEXT = 64 << 10
 
 
 def describe(
-    err: BaseException, *, phase: str = "", layer: int = -1, layer_name: str = "", microbatch: int = -1, device: str = ""
+    err: BaseException,
+    *,
+    phase: str = "",
+    layer: int = -1,
+    layer_name: str = "",
+    microbatch: int = -1,
+    device: str = "",
 ) -> ErrorInfo:
     """`err` with its place; frames of this package are left out, the full text is kept."""
     frames = tuple(

@@ -125,7 +125,7 @@ class LayerModule:
             running = isinstance(owner, nn.modules.batchnorm._NormBase)
             if cast and not running and buffer is not None and buffer.is_floating_point():
                 raise ConfigError(
-                    f"buffer {name} of {self.spec.class_name} changes in forward, but dtype= casts the parameters around "
+                    f"buffer {name} of {self.spec.class_name} changes in forward, but dtype= casts parameters around "
                     f"it and not buffers: cast the model yourself (model.to(...)) and leave dtype=None"
                 )
 
@@ -136,7 +136,9 @@ class LayerModule:
             name
             for name, tensor in now.items()
             if tensor is not None
-            and (name not in self._bound or self._bound[name][0] is not tensor or self._bound[name][1] != tensor._version)
+            and (
+                name not in self._bound or self._bound[name][0] is not tensor or self._bound[name][1] != tensor._version
+            )
         }
         return now, changed
 
@@ -151,7 +153,9 @@ class WorkerModel:
         if msg.loss_fn is not None:
             constants = [store.tensor(entry[1]).clone().to(device) for entry in msg.loss_fn.tensors]
             self.loss_fn = put_together(read_bytes(store, msg.loss_fn.data), constants)
-        first_trainable = min((p for unit in msg.units if unit.trainable for p in unit.positions), default=len(msg.layers))
+        first_trainable = min(
+            (p for unit in msg.units if unit.trainable for p in unit.positions), default=len(msg.layers)
+        )
         self.first_trainable = first_trainable
         """Inputs of layers after this one want gradients; those before and at it lead to no parameter."""
 

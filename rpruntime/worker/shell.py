@@ -10,8 +10,8 @@ from typing import Any
 
 from rpruntime.recording import record
 from rpruntime.store.arena import Arena
-from rpruntime.wire.mailbox import Post
 from rpruntime.wire.codec import unpack_struct
+from rpruntime.wire.mailbox import Post
 from rpruntime.wire.messages import LoadModelMsg, ModelSpec, RoleFailedMsg
 from rpruntime.worker import machine as m
 from rpruntime.worker.failures import describe
@@ -36,7 +36,9 @@ class WorkerShell:
         device_name: for error messages, "cuda:1".
     """
 
-    def __init__(self, post: Post, arena: Arena, transfers: Transfers, peers: tuple[str, ...], device_name: str) -> None:
+    def __init__(
+        self, post: Post, arena: Arena, transfers: Transfers, peers: tuple[str, ...], device_name: str
+    ) -> None:
         self._post = post
         self._arena = arena
         self._transfers = transfers
@@ -116,7 +118,8 @@ class WorkerShell:
     def _stage_weights(self, instruction: m.StageWeights) -> None:
         store = self._arena.store
         copies = {
-            unit: self._transfers.upload(store.bytes_of(extent), "weights") for unit, extent in instruction.units.items()
+            unit: self._transfers.upload(store.bytes_of(extent), "weights")
+            for unit, extent in instruction.units.items()
         }
         task = instruction.task
         self._stages[task.slot] = Stage(task, self._models[task.model], self._transfers, self._arena, copies)

@@ -1,9 +1,9 @@
 """Carrying out one slot: its micro-batches' forwards and backwards, its gradient sums, what it publishes.
 
-    forward    act(start) -> layers -> act at every position that somebody reads, buffers
-    fused      act(start) -> layers -> loss -> backward -> agrad(start), sums
-    backward   act(start), agrad(stop) -> layers again -> backward -> agrad(start), sums
-    infer      act(start) -> layers in eval mode -> act, or loss and outputs
+forward    act(start) -> layers -> act at every position that somebody reads, buffers
+fused      act(start) -> layers -> loss -> backward -> agrad(start), sums
+backward   act(start), agrad(stop) -> layers again -> backward -> agrad(start), sums
+infer      act(start) -> layers in eval mode -> act, or loss and outputs
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rpruntime.store.arena import Arena, contiguous_stride, dtype_name, view
 from rpruntime.store.handle import Extent, Payload, TensorHandle
 from rpruntime.store.layout import gradient_layout
 from rpruntime.store.values import SINGLE_TENSOR, put_together, take_apart, why_not_picklable
+from rpruntime.wire.messages import CallMsg, Key, SlabPart, SlotTask
 from rpruntime.worker.context import applied
 from rpruntime.worker.machine import LossEvent, PublishedEvent, RunMicrobatch, SlabEvent
 from rpruntime.worker.modules import WorkerModel
 from rpruntime.worker.transfers import Copy, Transfers
-from rpruntime.wire.messages import CallMsg, Key, SlabPart, SlotTask
 
 MAX_INLINE_SKELETON_BYTES = 32 << 10
 
@@ -77,7 +77,9 @@ class _Entered:
 class Stage:
     """One slot under way."""
 
-    def __init__(self, task: SlotTask, model: WorkerModel, transfers: Transfers, arena: Arena, weights: dict[int, Copy]) -> None:
+    def __init__(
+        self, task: SlotTask, model: WorkerModel, transfers: Transfers, arena: Arena, weights: dict[int, Copy]
+    ) -> None:
         self.task = task
         self.place = Place()
         self.publications: list[Publication] = []
@@ -106,7 +108,9 @@ class Stage:
         if not self._bound:
             self._bind(work.call)
         with applied(work.call.context):
-            {"forward": self._forward, "infer": self._infer, "fused": self._fused, "backward": self._backward}[self.task.kind]()
+            {"forward": self._forward, "infer": self._infer, "fused": self._fused, "backward": self._backward}[
+                self.task.kind
+            ]()
         self._inputs = {}
 
     def spans(self) -> tuple[tuple[str, int, int, int, float, float], ...]:
@@ -170,7 +174,9 @@ class Stage:
         value = first.value
         for position in range(start, stop - 1):
             kept.append(self._keep(value, position, first))
-            value = self._run_layers(_Entered(value), range(position, position + 1), "forward", commit=True, publish=False)
+            value = self._run_layers(
+                _Entered(value), range(position, position + 1), "forward", commit=True, publish=False
+            )
         skeleton, tensors, flags = self._keep(value, stop - 1, first)
         entered = self._enter_tensors(skeleton, tensors, flags)
         value = self._run_layers(entered, range(stop - 1, stop), "forward", commit=True, publish=False)
@@ -215,7 +221,9 @@ class Stage:
         return entered
 
     def _enter_tensors(self, skeleton: bytes, tensors: Sequence[torch.Tensor], flags: Sequence[bool]) -> _Entered:
-        leaves = [tensor.detach().requires_grad_() if flag else None for tensor, flag in zip(tensors, flags, strict=True)]
+        leaves = [
+            tensor.detach().requires_grad_() if flag else None for tensor, flag in zip(tensors, flags, strict=True)
+        ]
         entrances = [
             tensor if leaf is None else _Entrance.apply(leaf) for tensor, leaf in zip(tensors, leaves, strict=True)
         ]
@@ -248,7 +256,9 @@ class Stage:
             layer = self._model.layers[position]
             if layer.spec.buffers:
                 layer.bind_buffers(self._inputs[self._buffers_before(position)], lambda h: self._upload(h).wait())
-            torch.manual_seed(layer_seed(self._model.msg.seed, call.iteration, call.first_microbatch + self._m, position))
+            torch.manual_seed(
+                layer_seed(self._model.msg.seed, call.iteration, call.first_microbatch + self._m, position)
+            )
             value = layer.module(*value[0], **value[1]) if position == 0 else layer.module(value)
             since = self._mark(phase, position, position + 1, since)
             if layer.spec.buffers and commit:
@@ -279,8 +289,14 @@ class Stage:
             result, metrics = result
         if not isinstance(result, torch.Tensor) or result.numel() != 1:
             what = "the last layer's output (loss_fn is None)" if self._model.loss_fn is None else "loss_fn's result"
-            shape = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else f"a {type(result).__name__}"
-            raise ConfigError(f"the loss must be a tensor with one element, but {what} is {shape}; take its mean, for example")
+            shape = (
+                f"a tensor of shape {tuple(result.shape)}"
+                if isinstance(result, torch.Tensor)
+                else f"a {type(result).__name__}"
+            )
+            raise ConfigError(
+                f"the loss must be a tensor with one element, but {what} is {shape}; take its mean, for example"
+            )
         return result, metrics
 
     def _labels(self, payload: Payload) -> Any:
@@ -440,13 +456,18 @@ class Stage:
 
     def _publish_loss(self, loss: torch.Tensor, metrics: dict[str, Any]) -> None:
         names = tuple(metrics)
-        values = [loss.detach().reshape(()).float(), *(torch.as_tensor(metrics[n]).detach().reshape(()).float() for n in names)]
+        values = [
+            loss.detach().reshape(()).float(),
+            *(torch.as_tensor(metrics[n]).detach().reshape(()).float() for n in names),
+        ]
         device = self._transfers.device
         row = torch.stack([value.to(device) for value in values])
         extent = self._allocate(row.nbytes)
         host = view(self._store.bytes_of(extent), 0, row.shape, "float32")
         self.publications.append(
-            Publication(_PendingLoss(self.task.slot, self._m, host, names, extent), [self._transfers.download(row, host, "act")])
+            Publication(
+                _PendingLoss(self.task.slot, self._m, host, names, extent), [self._transfers.download(row, host, "act")]
+            )
         )
 
     def take_published(self) -> list[Any]:
@@ -504,7 +525,9 @@ class Stage:
             ) from err
         for tensor in tensors:
             if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-                raise ConfigError(f"{where} returned a {type(tensor).__name__} of layout {tensor.layout}, which cannot cross processes")
+                raise ConfigError(
+                    f"{where} returned a {type(tensor).__name__} of {tensor.layout}, which cannot cross processes"
+                )
         return skeleton, tensors
 
 

@@ -80,7 +80,7 @@ pipe = rp.RoundPipe(
 )
 generator = torch.Generator().manual_seed(5)
 losses = []
-for step in range(STEPS):
+for _ in range(STEPS):
     x, y = torch.randn(8, 4, generator=generator), torch.randn(8, 2, generator=generator)
     losses.append(pipe.forward_backward(x, y))
     if "SCRIPT_STOP" in os.environ:
