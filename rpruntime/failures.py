@@ -75,7 +75,8 @@ def _unpickled(info: ErrorInfo) -> BaseException:
         return found
     if isinstance(found, tuple):  # its class and what could be pickled of it
         try:
-            return _put_together(*found, info.text)
+            kind, args, state = found
+            return _put_together(kind, args, state, info.text)
         except Exception:
             pass  # a class that cannot be made without its __init__
     return RoundPipeError(f"{info.type_name}: {info.text}")

@@ -80,7 +80,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
         )
     if type(optimizer).__module__.split(".")[0] == "bitsandbytes":
         raise ConfigError(
-            f"{type(optimizer).__name__} keeps its state on the GPU; use torch.optim.AdamW, here its state is in host memory"
+            f"{type(optimizer).__name__} keeps its state on the GPU; use torch.optim.AdamW"
         )
     known = {id(parameter) for parameter in model.parameters()}
     for number, group in enumerate(optimizer.param_groups):

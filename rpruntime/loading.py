@@ -109,6 +109,7 @@ class ModelPackage:
             units=tuple(layout.units),
             loss_fn=loss,
             optimizer=optim,
+            worker_bytes=gradient_bytes(layout, settings["asynchronous"]) // len(self._client.session.worker_roles),
             python_path=tuple(sys.path),
             **settings,
         )
@@ -163,18 +164,21 @@ def state_tensors_per_parameter(optimizer: torch.optim.Optimizer) -> int:
     return sum(1 for v in revived.state[probe].values() if isinstance(v, torch.Tensor) and v.numel() == probe.numel())
 
 
-def host_bytes(layout: ModelLayout, states: int) -> int:
+def gradient_bytes(layout: ModelLayout, asynchronous: bool) -> int:
+    """Gradient slabs in flight: those of one iteration, and half as much again while a step runs beside the next."""
+    once = sum(gradient_layout(unit)[1] for unit in layout.units if unit.trainable)
+    return once * 3 // 2 if asynchronous else once
+
+
+def host_bytes(layout: ModelLayout, states: int, asynchronous: bool) -> int:
     """Host memory that training needs: master copy and its spare, fp32 copy, optimizer state, gradients in flight.
 
-    Not in it: boundary activations, a third version of the weights (asynchronous), fp32 sums (several calls or rounds
-    a step).
+    Not in it: boundary activations, and fp32 sums (several calls or rounds a step).
     """
     master = sum(unit.nbytes for unit in layout.units)
     trainable = [unit for unit in layout.units if unit.trainable]
     fp32 = sum(optimizer_layout(unit)[1] for unit in trainable)
-    return (
-        master + sum(u.nbytes for u in trainable) + fp32 * (1 + states) + sum(gradient_layout(u)[1] for u in trainable)
-    )
+    return master + sum(u.nbytes for u in trainable) + fp32 * (1 + states) + gradient_bytes(layout, asynchronous)
 
 
 class Loader:
@@ -197,9 +201,11 @@ class Loader:
         elif isinstance(msg, RoleFailedMsg):
             self._failure = self._failure or msg
 
-    def check_memory(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def check_memory(self, optimizer: torch.optim.Optimizer | None, asynchronous: bool) -> None:
         """Raises HostMemoryError, with the machine's figures, before anything is allocated."""
-        need = host_bytes(self._layout, 0 if optimizer is None else state_tensors_per_parameter(optimizer))
+        need = host_bytes(
+            self._layout, 0 if optimizer is None else state_tensors_per_parameter(optimizer), asynchronous
+        )
         override = self._client.session.config.get("host_memory")
         memory = read_host_memory()
         check_host_memory(need, memory, override_gib=override, what="the model")

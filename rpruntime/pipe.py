@@ -146,7 +146,7 @@ class RoundPipe:
     ) -> None:
         client = self._client
         loader = Loader(client, self._layout, self._quiet)
-        loader.check_memory(optimizer)
+        loader.check_memory(optimizer, asynchronous)
         self._listener: Callable[[Any], None] = loader.on_message
         self._model = client.add_listener(lambda msg: self._listener(msg))
         try:
@@ -316,7 +316,7 @@ class RoundPipe:
         for number, group in enumerate(self.optimizer.param_groups):
             if any(id(p) not in self._stepped for p in group["params"] if p.requires_grad):
                 raise ConfigError(
-                    f"param_groups[{number}] changed after the model was wrapped: add groups first, then make the RoundPipe"
+                    f"param_groups[{number}] changed after the model was wrapped: add groups before RoundPipe"
                 )
             plain: dict[str, Any] = {}
             for key, value in group.items():

@@ -51,7 +51,9 @@ def main() -> None:
         for kind, found in sorted(gaps.items(), key=lambda item: -sum(item[1])):
             print(f"  idle {sum(found):9.1f} ms in {len(found):5} gaps before {kind}; longest {max(found):.1f}")
     for name, found in sorted(work.items(), key=lambda item: -sum(item[1])):
-        print(f"  {name:24} {len(found):6} x {sorted(found)[len(found) // 2]:8.2f} ms (median), sum {sum(found):.0f}")
+        row = sorted(found)
+        middle, high = row[len(row) // 2], row[len(row) * 95 // 100]
+        print(f"  {name:24} {len(row):6} x {middle:8.2f} ms (median), {high:.2f} (95%), {row[-1]:.1f} (most), sum {sum(row):.0f}")
 
 
 if __name__ == "__main__":

@@ -442,7 +442,7 @@ def make_spec(model: int, rng: random.Random, num_layers: int, *, asynchronous: 
         msgs.LayerSpec(str(p), "Layer", msgs.CodeObject(nothing, ()), tuple(found), rng.random() < 0.3)
         for p, found in enumerate(layer_units)
     )
-    return msgs.ModelSpec(model, "m", layers, tuple(units), None, None, 0, grain, asynchronous, False, ())
+    return msgs.ModelSpec(model, "m", layers, tuple(units), None, None, 0, grain, asynchronous, False, 0, ())
 
 
 def random_plan(rng: random.Random, num_layers: int) -> ExecutionPlan:

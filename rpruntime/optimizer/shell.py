@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rpruntime.optimizer import machine as m
-from rpruntime.optimizer.units import Unit, revive_optimizer
+from rpruntime.optimizer.units import Scratch, Unit, revive_optimizer
 from rpruntime.recording import record
 from rpruntime.store.arena import Arena
 from rpruntime.store.handle import Extent, Payload, TensorHandle
@@ -29,14 +29,14 @@ log = logging.getLogger(__name__)
 class _Model:
     """The slabs and units of one model. `units[i]` is None for a frozen unit."""
 
-    def __init__(self, msg: ModelSpec, arena: Arena) -> None:
+    def __init__(self, msg: ModelSpec, arena: Arena, scratch: Scratch) -> None:
         self.msg = msg
         arena.reserve(sum(unit.nbytes for unit in msg.units) or 1)
         self.master = [arena.allocate(unit.nbytes) for unit in msg.units]
         """The newest version of each unit."""
         self.slabs: set[Extent] = set(self.master)
         """All versions that nobody has freed."""
-        self.units: list[Unit | None] = [Unit(unit, arena) if unit.trainable else None for unit in msg.units]
+        self.units: list[Unit | None] = [Unit(unit, arena, scratch) if unit.trainable else None for unit in msg.units]
 
 
 class OptimizerShell:
@@ -49,6 +49,7 @@ class OptimizerShell:
         self._machine = m.OptimizerMachine(workers)
         record(self._machine, post.role)
         self._models: dict[int, _Model] = {}
+        self._scratch = Scratch()
         self._started: dict[tuple[int, int], float] = {}
         self._todo: deque[Any] = deque()
         self._carry_out: dict[type, Callable[[Any], Any]] = {
@@ -102,7 +103,7 @@ class OptimizerShell:
         msg = instruction.msg
         sys.path.extend(path for path in msg.python_path if path not in sys.path)
         try:
-            model = _Model(msg, self._arena)
+            model = _Model(msg, self._arena, self._scratch)
         except Exception as err:
             log.exception("allocating model %s", msg.name)
             self._post.send(m.CONTROLLER, RoleFailedMsg(self._post.role, msg.model, describe(err, phase="load")))

@@ -17,12 +17,26 @@ SHARED_STATE_BYTES = 4096
 """Optimizer state tensors from this size on live in shared memory; step counters and the like stay private."""
 
 
+class Scratch:
+    """Room for one unit's gradients in fp32, reused: fresh memory for each would cost a page fault every 4 KiB."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes]; what was taken before is void."""
+        if self._memory.numel() < nbytes:
+            self._memory = torch.empty(nbytes, dtype=torch.uint8)
+        return self._memory[:nbytes]
+
+
 class Unit:
     """A trainable unit. Parameters are fp32 views of one extent; sums come and go by iteration."""
 
-    def __init__(self, spec: UnitSpec, arena: Arena) -> None:
+    def __init__(self, spec: UnitSpec, arena: Arena, scratch: Scratch) -> None:
         self.spec = spec
         self._arena = arena
+        self._scratch = scratch
         self._store = arena.store
         offsets, nbytes = optimizer_layout(spec)
         self.extent = arena.allocate(nbytes)
@@ -65,10 +79,12 @@ class Unit:
             extent = self._arena.allocate(optimizer_layout(self.spec)[1])
             self._sums[iteration] = (extent, set())
         extent, present = self._sums[iteration]
-        sums = self._sum_views(extent)
+        sums = self._sum_views(self._store.bytes_of(extent))
+        wide = self._sum_views(self._scratch.take(optimizer_layout(self.spec)[1]))
         for index, gradient in self._gradients(part):
             if index in present:
-                sums[index].add_(gradient.to(sums[index].dtype))
+                # an add of two dtypes runs far slower than a cast and an add of one
+                sums[index].add_(wide[index].copy_(gradient))
             else:
                 sums[index].copy_(gradient)
                 present.add(index)
@@ -80,14 +96,15 @@ class Unit:
             self._arena.free(found[0])
 
     def gradients(self, iteration: int, only: SlabPart | None) -> list[torch.Tensor | None]:
-        """The iteration's fp32 gradients by parameter: views of the sum, or of the only slab converted."""
+        """The iteration's fp32 gradients by parameter: views of the sum, or the only slab converted in the scratch."""
         found: list[torch.Tensor | None] = [None] * len(self.params)
         if only is not None:
+            wide = self._sum_views(self._scratch.take(optimizer_layout(self.spec)[1]))
             for index, gradient in self._gradients(only):
-                found[index] = gradient.to(self.params[index].dtype)
+                found[index] = gradient if gradient.dtype == wide[index].dtype else wide[index].copy_(gradient)
         elif iteration in self._sums:
             extent, present = self._sums[iteration]
-            for index, total in enumerate(self._sum_views(extent)):
+            for index, total in enumerate(self._sum_views(self._store.bytes_of(extent))):
                 found[index] = total if index in present else None
         return found
 
@@ -100,8 +117,7 @@ class Unit:
             if part.present[index]
         ]
 
-    def _sum_views(self, extent: Extent) -> list[torch.Tensor]:
-        memory = self._store.bytes_of(extent)
+    def _sum_views(self, memory: torch.Tensor) -> list[torch.Tensor]:
         offsets, _ = optimizer_layout(self.spec)
         return [
             view(memory, offset, param.shape, optimizer_dtype(param.dtype))

@@ -8,6 +8,7 @@ Growing adds a segment, so nothing ever moves and a request fails only when the 
 
 from __future__ import annotations
 
+import logging
 import mmap
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -16,6 +17,8 @@ import torch
 
 from rpruntime.store.allocator import Allocator, align
 from rpruntime.store.handle import Extent, TensorHandle
+
+log = logging.getLogger(__name__)
 
 GROWTH_BYTES = 16 << 20
 GROWTH_FRACTION = 8
@@ -149,6 +152,7 @@ class Arena:
         return self._allocator.total_bytes
 
     def _grow(self, nbytes: int) -> None:
+        log.info("arena %s grows by %.1f MiB to %.1f", self.owner, nbytes / 2**20, (self.total_bytes + nbytes) / 2**20)
         name, mapping = self._source.create(align(nbytes))
         self.store.add(name, mapping)
         self._allocator.add_segment(name, align(nbytes))

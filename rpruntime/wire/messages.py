@@ -214,6 +214,8 @@ class ModelSpec:
     asynchronous: bool
     cast: bool
     """Whether parameters were cast: then a floating buffer that changes is an error, as it was not."""
+    worker_bytes: int
+    """What each worker reserves for gradients while the model loads, so that its arena need not grow in a run."""
     python_path: tuple[str, ...]
     """The script's `sys.path`, for classes that are pickled by reference."""
 
@@ -373,7 +375,7 @@ class SlotCommittedMsg:
 
     `products` are the keys with the extents behind them. `spans` are rows (phase, first layer, layer after the last,
     micro-batch, start, end) of what the device computed, in milliseconds of the machine's monotonic clock: "forward"
-    and "recompute" layer by layer, "loss", "backward" by segment. `peak_bytes`: the device's memory at its highest during
+    and "recompute" by layer, "loss", "backward" by segment. `peak_bytes`: the device's memory at its highest during
     the slot; 0 on a CPU.
     """
 

@@ -108,6 +108,8 @@ class WorkerShell:
     def _build(self, msg: ModelSpec) -> None:
         sys.path.extend(path for path in msg.python_path if path not in sys.path)
         try:
+            if msg.worker_bytes > self._arena.total_bytes:
+                self._arena.reserve(msg.worker_bytes - self._arena.total_bytes)
             self._models[msg.model] = WorkerModel(msg, self._arena.store, self._transfers.device)
         except Exception as err:
             log.exception("building model %s", msg.name)
