@@ -642,7 +642,7 @@ class Returns(nn.Module):
     "make, message",
     [
         (lambda x: (x, threading.Lock()), r"layer 1 1 \(Returns\) returned something that cannot cross.*lock"),
-        (lambda x: x.to_sparse(), r"layer 1 1 \(Returns\) returned a Tensor of layout torch\.sparse"),
+        (lambda x: x.to_sparse(), r"layer 1 1 \(Returns\) returned a Tensor of torch\.sparse"),
         (lambda x: (y for y in (x,)), r"layer 1 1 \(Returns\).*generator"),
     ],
 )

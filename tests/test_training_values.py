@@ -762,7 +762,7 @@ def test_the_optimizer_stays_a_torch_optimizer(session: PausedSession) -> None:
         assert (model[0].w.item(), model[1].w.item()) == (0.0, 0.5)
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(()))]})
         pipe.forward_backward(torch.tensor([1.0]))
-        with pytest.raises(ConfigError, match=r"param_groups\[2\] was changed after the model was wrapped"):
+        with pytest.raises(ConfigError, match=r"param_groups\[2\] changed after the model was wrapped"):
             pipe.step()
         del optimizer.param_groups[2]
         pipe.step()
