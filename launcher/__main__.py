@@ -6,11 +6,13 @@
 import os
 import sys
 
-if not __package__:
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    del sys.path[0]  # this folder: its files are no top-level modules
-    if root not in sys.path:
-        sys.path.append(root)
+root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+if not getattr(sys.flags, "safe_path", False):
+    # This folder, whose files are no top-level modules; or under `-m` the working directory, whose `secrets.py` is
+    # the user's and not the standard library's.
+    del sys.path[0]
+if root not in sys.path:
+    sys.path.append(root)
 
 if "--watch-pid" in sys.argv[1:2]:
     from launcher.serve import main as serve

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -14,13 +15,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import rpruntime
 from launcher import planning
+from launcher.screen import write
 from launcher.session import base_candidates, clean_sessions, is_alive, list_sessions, read_session
 from rpruntime.errors import RoundPipeError
 from rpruntime.process import open_pidfd, start_time
 
 _LATER = ("top", "serve", "checkpoint", "trace", "doctor")
 _STOP_TIMEOUT_S = 30.0
+_ROLE = re.compile(r"optimizer|worker-\d+|(cuda|cpu):\d+")
 _USAGE = """usage: rpctl COMMAND [arguments]
 
   rpctl status [NAME] [--json]   sessions that run, and their processes
@@ -30,7 +34,18 @@ _USAGE = """usage: rpctl COMMAND [arguments]
   rpctl plan FILE                cut measured layers into stages (rpctl plan --help)
   rpctl simulate FILE            compare schedules on measured layers (rpctl simulate --help)
 
+  rpctl --version
+
 NAME may be left out where there is one session. Come later: """ + ", ".join(_LATER)
+
+_HELP = {
+    "status": "NAME: only this session. --json: for programs.",
+    "logs": "ROLE: optimizer, worker-0, or a device as cuda:0; its whole log. Without it the last lines of each.\n"
+    "Without NAME the session that runs; if none does, the newest that has logs.",
+    "stop": "Under rplaunch the script gets SIGTERM and --shutdown-timeout seconds; else the session's processes end\n"
+    "and the script gets SessionLost. Waits for the end.",
+    "clean": "Sessions that run are left alone. --logs: the logs of dead ones too.",
+}
 
 
 class _Refused(Exception):
@@ -53,20 +68,46 @@ def main(argv: list[str] | None = None) -> int:
     }  # fmt: skip
     command, rest = words[0], words[1:]
     try:
+        code = _run(commands, command, rest)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `rpctl logs | head`
+        _drop_output()
+        return 0
+    except OSError as err:
+        _drop_output()
+        write(sys.stderr, f"rpctl: {err}\n")
+        return 1
+
+
+def _drop_output() -> None:
+    """Python tries to write what is left at its own end, and would exit with 120."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+
+
+def _run(commands: dict[str, Callable[[list[str]], int]], command: str, rest: list[str]) -> int:
+    try:
+        if command == "--version":
+            print(f"rpruntime {rpruntime.__version__}")
+            return 0
         if command in _LATER:
             raise _Refused(f"{command} comes later", 2)
         if command not in commands:
             raise _Refused(f"there is no command {command}, see rpctl --help", 2)
+        if command in _HELP and any(word in ("-h", "--help") for word in rest):
+            usage = next(line for line in _USAGE.splitlines() if line.startswith(f"  rpctl {command} "))
+            print(f"usage:{usage[1:]}\n\n{_HELP[command]}")
+            return 0
         return commands[command](rest)
     except _Refused as err:
-        print(f"rpctl: {err}", file=sys.stderr)
+        write(sys.stderr, f"rpctl: {err}\n")
         return err.code
     except RoundPipeError as err:
-        print(f"rpctl: {err}", file=sys.stderr)
+        write(sys.stderr, f"rpctl: {err}\n")
         return 1
-    except BrokenPipeError:  # `rpctl logs | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 0
 
 
 def _flags(words: list[str], known: tuple[str, ...]) -> tuple[set[str], list[str]]:
@@ -86,7 +127,7 @@ def _choose(name: str | None, folders: list[Path]) -> Path:
         for path in folders:
             if path.name == name:
                 return path
-        raise _Refused(f"there is no session {name}")
+        raise _Refused(f"no session {name}")
     if len(folders) != 1:
         names = ", ".join(path.name for path in folders)
         raise _Refused(f"which session? {names}" if folders else "there is no session")
@@ -135,8 +176,7 @@ def _logs(words: list[str]) -> int:
     if names and names[0] in by_name:
         folder, roles = by_name[names[0]], names[1:]
     else:
-        candidates = _running() or [path for path in everything if any(path.glob("*.log"))]
-        folder, roles = _choose(None, candidates), names
+        folder, roles = _session_of_logs(names, everything), names
     body = read_session(folder)
     log_dir = Path(body["config"]["log_dir"]) if body is not None else folder
     if not roles:
@@ -149,13 +189,30 @@ def _logs(words: list[str]) -> int:
     if not log.exists():
         there = ", ".join(path.stem for path in sorted(log_dir.glob("*.log")))
         raise _Refused(f"session {folder.name} has no log of {roles[0]}, only of {there or 'nobody'}")
-    sys.stdout.write(log.read_text(errors="replace"))
+    print(log.read_text(errors="replace"), end="")
     return 0
+
+
+def _session_of_logs(words: list[str], everything: list[Path]) -> Path:
+    """The session that runs, else the newest that left logs."""
+    if len(words) > 1 or (words and not _ROLE.fullmatch(words[0])):
+        raise _Refused(f"no session {words[0]}")
+    running = _running()
+    if running:
+        return _choose(None, running)
+    logs = [log for path in everything for log in path.glob("*.log")]
+    if not logs:
+        raise _Refused("no session is running, and none has left logs")
+    newest = max(logs, key=lambda log: log.stat().st_mtime).parent
+    write(sys.stderr, f"rpctl: no session is running; the newest is {newest.name}\n")
+    return newest
 
 
 def _role_name(word: str, body: dict[str, Any] | None) -> str:
     """A device's name stands for its worker."""
-    names = body["config"]["devices"] if body is not None else []
+    if body is None:  # ended: its list of devices is gone
+        return f"worker-{word[4:]}" if re.fullmatch(r"cpu:\d+", word) else word
+    names = body["config"]["devices"]
     return f"worker-{names.index(word)}" if word in names else word
 
 

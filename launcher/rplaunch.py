@@ -41,21 +41,21 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(argv: list[str], early: list[float]) -> int:
+    from launcher.screen import hold_standard_descriptors
     from rpruntime import flags
 
+    hold_standard_descriptors()
     try:
         line = flags.parse(argv)
         settings = flags.settings(line.given)
     except flags.UsageError as err:
         return _refuse(2, str(err), "see rplaunch --help")
     if line.help:
-        print(flags.help_text())
-        return 0
+        return _print(flags.help_text())
     if line.version:
         import rpruntime
 
-        print(f"rpruntime {rpruntime.__version__}")
-        return 0
+        return _print(f"rpruntime {rpruntime.__version__}")
     if not line.target and not line.dry_run:
         return _refuse(2, "which script? rplaunch [flags] script.py [arguments]", "see rplaunch --help")
     if line.target and not line.module and not os.path.exists(line.target):
@@ -67,6 +67,8 @@ def _main(argv: list[str], early: list[float]) -> int:
     from rpruntime.errors import RoundPipeError
 
     screen = Screen(settings["quiet"])
+    if warning := flags.without_effect(line.given):
+        screen.warn(f"rplaunch: {warning}")
     wakeup = Wakeup()
     wakeup.install((signal.SIGINT, *PASSED_ON, signal.SIGCHLD))
     wakeup.received += [(signal.SIGINT, when) for when in early]
@@ -83,8 +85,20 @@ def _main(argv: list[str], early: list[float]) -> int:
 
 
 def _refuse(code: int, *sentences: str) -> int:
-    print("rplaunch: " + "; ".join(sentences), file=sys.stderr)
+    from launcher.screen import Screen
+
+    Screen().warn("rplaunch: " + "; ".join(sentences))
     return code
+
+
+def _print(text: str) -> int:
+    """To stdout; the exit code is 1 if that is full, and 0 if nobody reads on (`rplaunch --help | head -1`)."""
+    from launcher.screen import write
+
+    error = write(sys.stdout, text + "\n")
+    if error is not None and not isinstance(error, BrokenPipeError):
+        return _refuse(1, f"cannot write the output: {error}")
+    return 0
 
 
 def _launch(line: CommandLine, plan: Plan, screen: Screen, wakeup: Wakeup) -> int:
@@ -122,20 +136,19 @@ def _dry_run(line: CommandLine, plan: Plan) -> int:
     from rpruntime.store.limits import figures, read_host_memory
 
     memory = read_host_memory()
-    print(devices_line(plan.devices, memory))
-    print(f"memory   {figures(memory, plan.config['host_memory'])}")
+    lines = [devices_line(plan.devices, memory), f"memory   {figures(memory, plan.config['host_memory'])}"]
     for role, device in plan.roles:
         if device is None:
-            print(f"start    {role}: {plan.config['optimizer_threads']} threads, sees no GPU")
+            lines.append(f"start    {role}: {plan.config['optimizer_threads']} threads, sees no GPU")
         else:
             sees = f"CUDA_VISIBLE_DEVICES={device.token}" if device.is_cuda else "sees no GPU"
-            print(
+            lines.append(
                 f"start    {role}: {device.name} {device.model}".rstrip()
                 + f", {plan.config['threads_per_worker']} threads, {sees}"
             )
     if line.target:
-        print("script   " + " ".join((["-m"] if line.module else []) + [line.target, *line.arguments]))
-    return 0
+        lines.append("script   " + " ".join((["-m"] if line.module else []) + [line.target, *line.arguments]))
+    return _print("\n".join(lines))
 
 
 class ScriptRun:
@@ -160,6 +173,8 @@ class ScriptRun:
         os.set_blocking(self._ack, False)
         runner = os.path.join(os.path.dirname(os.path.abspath(__file__)), "run_script.py")
         environ = {**os.environ, "RPRUNTIME_SESSION": str(launcher.folder.path)}
+        if launcher.folder.config["debug"]:
+            environ["RPRUNTIME_DEBUG"] = "1"
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._popen = subprocess.Popen(

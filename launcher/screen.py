@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from pathlib import Path
+from typing import TextIO
 
 from launcher.devices import Device, usable_cores
 from rpruntime.store.limits import HostMemory, gib, memlock_text
@@ -25,9 +27,43 @@ class Screen:
 
     def warn(self, text: str) -> None:
         """Say something in any case. A terminal or pipe that is gone is no reason to end a run."""
-        with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(text + "\n")
-            sys.stderr.flush()
+        write(sys.stderr, text + "\n")
+
+
+def write(stream: TextIO | None, text: str) -> OSError | None:
+    """Write at once; returns what went wrong instead of raising it.
+
+    Not through the stream's buffer: what stays in that is tried again at Python's end, and turns the exit code into 120.
+    """
+    if stream is None:  # the descriptor was closed when Python started (`2>&-`)
+        return None
+    try:
+        try:
+            fd = stream.fileno()
+        except OSError:  # a replaced stream, as in tests
+            stream.write(text)
+            return None
+        stream.flush()
+        data = text.encode(stream.encoding or "utf-8", "backslashreplace")
+        while data:
+            data = data[os.write(fd, data) :]
+    except ValueError:  # closed since
+        return None
+    except OSError as err:
+        return err
+    return None
+
+
+def hold_standard_descriptors() -> None:
+    """Occupy descriptors 0 to 2 where they are closed, so that no socket or pipe of ours gets their number.
+
+    What is started gets them closed, as it would without us.
+    """
+    while True:
+        fd = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        if fd > 2:
+            os.close(fd)
+            return
 
 
 def session_line(version: str, name: str, log_dir: str) -> str:

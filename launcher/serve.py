@@ -18,7 +18,7 @@ from typing import Any
 
 from launcher.launch import Launcher
 from launcher.plan import begin_session, make_plan
-from launcher.screen import Screen
+from launcher.screen import Screen, hold_standard_descriptors
 from launcher.wakeup import Wakeup
 from rpruntime import flags
 from rpruntime.errors import RoundPipeError
@@ -34,16 +34,20 @@ def main(argv: list[str]) -> int:
     pid, started = int(own["--watch-pid"]), int(own["--watch-start"])
     ready_fd = int(own["--ready-fd"])
     os.set_inheritable(ready_fd, False)
+    hold_standard_descriptors()
     wakeup = Wakeup()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal that closes ends the script, which is what counts
     wakeup.install((signal.SIGTERM, signal.SIGCHLD))
     launcher = None
     try:
-        settings = flags.settings(flags.parse(words).given)
+        given = flags.parse(words).given
+        settings = flags.settings(given)
         pidfd = open_pidfd(pid, started)
         plan = make_plan(settings, json.loads(own.get("--sys-path", "[]")))
         screen = Screen(settings["quiet"])
+        if warning := flags.without_effect(given):
+            screen.warn(f"rpruntime: {warning}")
         folder = begin_session(plan, screen, {"pid": pid, "argv": _command_line(pid)})
         launcher = Launcher(plan, folder, screen, wakeup)
         launcher.start()

@@ -19,6 +19,7 @@ from typing import Any
 from rpruntime.control import events as ev
 from rpruntime.control.machine import ControllerMachine
 from rpruntime.errors import RoundPipeError, SessionLost, WorkerDied
+from rpruntime.interrupts import uninterrupted
 from rpruntime.recording import record
 from rpruntime.store.arena import Arena, Store
 from rpruntime.wire.messages import (
@@ -109,9 +110,18 @@ class Client:
 
     def do(self, event: Any) -> None:
         """Give the machine an event of the script's and carry out what follows."""
-        with self.lock:
+        self.act(lambda: event)
+
+    def act(self, book: Callable[[], Any]) -> None:
+        """`book` changes the script's books and returns an event for the machine, or None: not now.
+
+        Both happen as one: no message comes between them, and no interrupt.
+        """
+        with uninterrupted(), self.lock:
             self.check_alive()
-            self._apply(self._machine.handle(event))
+            event = book()
+            if event is not None:
+                self._apply(self._machine.handle(event))
         if self._inline:
             self._drive()
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import linecache
 import os
 import pickle
+import re
 import sys
 import traceback
 from dataclasses import dataclass
@@ -13,6 +16,9 @@ from rpruntime.errors import RoundPipeError
 from rpruntime.wire.messages import ErrorInfo
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_TORCH_PLUMBING = re.compile(r"torch/(nn/modules/module\.py|autograd/.*|_tensor\.py)$")
+"""Frames between a layer and its caller, which say nothing."""
+_INSTALLED = re.compile(r".*/(?:site|dist)-packages/")
 
 
 @dataclass(frozen=True)
@@ -37,14 +43,24 @@ class ErrorContext:
         """The context in one line."""
         parts = []
         if self.layer is not None:
-            parts.append(f"layer {self.layer} {self.layer_name}")
-        parts.append(self.phase)
+            name, _, kind = self.layer_name.partition(" ")
+            parts.append(f"layer {self.layer} {kind if name == str(self.layer) else self.layer_name}".rstrip())
+        if self.phase:
+            parts.append(self.phase)
         if self.micro_batch is not None:
             parts.append(f"micro-batch {self.micro_batch + 1}/{self.num_microbatches}")
         parts.append(f"step {self.step}")
         if self.device:
             parts.append(self.device)
         return ", ".join(parts)
+
+    def outcome(self) -> str:
+        """What the exception did to the run."""
+        if self.phase == "evaluation":
+            return "training state untouched, run usable"
+        if self.phase in ("load", "step"):  # not raised by a layer: a process could not do its part
+            return "this pipe cannot go on"
+        return "this iteration's gradients dropped, run usable"
 
 
 def rebuild(info: ErrorInfo, num_microbatches: int, step: int) -> BaseException:
@@ -63,6 +79,10 @@ def rebuild(info: ErrorInfo, num_microbatches: int, step: int) -> BaseException:
         worker_frames=info.frames,
     )
     err.rp_context = context  # type: ignore[attr-defined]
+    if not hasattr(err, "add_note"):  # Python 3.10; `format_error` shows them
+        notes: list[str] = []
+        err.__notes__ = notes  # type: ignore[attr-defined]
+        err.add_note = notes.append  # type: ignore[attr-defined]
     return err
 
 
@@ -108,18 +128,53 @@ def format_error(err: BaseException, frames: TracebackType | None, *, debug: boo
         if debug or not os.path.abspath(frame.filename).startswith(_OURS):
             lines.append(_frame(frame.filename, frame.lineno or 0, frame.name, frame.line or ""))
     for filename, number, function, source in context.worker_frames:
-        lines.append(_frame(filename, number, function, source) + f"   [{context.device}]")
+        if debug or not _TORCH_PLUMBING.search(filename):
+            filename, source = _at_home(filename, number, function, source)
+            on = f"   [{context.device}]" if context.device else ""
+            lines.append(_frame(filename, number, function, source) + on)
     if debug:
         lines.append(context.worker_traceback.rstrip())
-    lines.append(traceback.format_exception_only(type(err), err)[-1].rstrip())
+    text = "".join(traceback.format_exception_only(type(err), err)).rstrip()
+    # Python 3.10 knows no notes.
+    missing = [note for note in getattr(err, "__notes__", ()) if str(note) not in text]
+    lines += [text, *map(str, missing)]
     hint = f" | log {context.log_file}" if context.log_file else ""
-    lines.append(f"  {context.line()} | this iteration's gradients dropped, run usable{hint}")
+    lines.append(f"  {context.line()} | {context.outcome()}{hint}")
     return "\n".join(lines)
 
 
+def _at_home(filename: str, number: int, function: str, source: str) -> tuple[str, str]:
+    """A worker's frame with what only the script knows: (file, source line).
+
+    What is defined in the script travels by value and has lost its file. It is the script's if the script has a
+    function of that name at that line.
+    """
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    lost = filename.startswith("<")
+    if script and (function in _functions_at(script, number) if lost else os.path.abspath(script) == filename):
+        return script, source or linecache.getline(script, number).strip()
+    return ("" if lost else filename), source
+
+
+def _functions_at(filename: str, number: int) -> set[str]:
+    """Names of the functions that have this line."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(filename)))
+    except (SyntaxError, ValueError, RecursionError):
+        return set()
+    return {
+        "<lambda>" if isinstance(node, ast.Lambda) else node.name
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        and node.lineno <= number <= (node.end_lineno or node.lineno)
+    }
+
+
 def _frame(filename: str, number: int, function: str, source: str) -> str:
-    place = f"{os.path.relpath(filename) if filename.startswith(os.getcwd() + os.sep) else filename}:{number}"
-    return f"  {place}   {'' if function == '<module>' else f'in {function}: '}{source}"
+    place = os.path.relpath(filename) if filename.startswith(os.getcwd() + os.sep) else filename
+    place = f"{_INSTALLED.sub('', place)}:{number}" if filename else f"line {number}"
+    where = "" if function == "<module>" else f"in {function}"
+    return "   ".join(part for part in (f"  {place}", ": ".join(word for word in (where, source) if word)) if part)
 
 
 def install_excepthook() -> None:

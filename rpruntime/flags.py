@@ -30,6 +30,10 @@ class Flag:
     metavar: str = ""
     short: str = ""
     choices: tuple[str, ...] = ()
+    least: int = 0
+    """The smallest count."""
+    without_effect: bool = False
+    """Accepted, so that command lines need not change later; using it is warned of."""
 
     @property
     def key(self) -> str:
@@ -51,13 +55,14 @@ FLAGS: tuple[Flag, ...] = (
         "devices",
         "threads of the optimizer process (default: by cores)",
         "N",
+        least=1,
     ),
     Flag("host-memory", None, "number", "devices", "RAM to count on where the reading is wrong", "GIB"),
     Flag("name", None, "text", "session", "name of the session (default: adjective-animal)", "NAME"),
     Flag("log-dir", None, "text", "session", "where the logs go (default: the session's folder)", "DIR"),
     Flag("shutdown-timeout", 10.0, "number", "session", "grace after SIGTERM, then everything is ended", "S"),
-    Flag("max-restarts", 3, "count", "session", "restarts of a device's process in ten minutes", "N"),
-    Flag("max-task-failures", 2, "count", "session", "failures of one task before the run ends", "N"),
+    Flag("max-restarts", 3, "count", "session", "restarts of a process in ten minutes", "N", without_effect=True),
+    Flag("max-task-failures", 2, "count", "session", "tries of one task", "N", without_effect=True),
     Flag(
         "tee",
         "none",
@@ -70,7 +75,7 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag("quiet", False, "switch", "output", "say nothing unless something fails", "", "q"),
     Flag("debug", False, "switch", "output", "our own lines in tracebacks, debug logs", ""),
-    Flag("trace", None, "text", "output", "write a trace of the run", "FILE"),
+    Flag("trace", None, "text", "output", "write a trace of the run", "FILE", without_effect=True),
 )
 BY_KEY = {flag.key: flag for flag in FLAGS}
 _BY_SHORT = {flag.short: flag for flag in FLAGS if flag.short}
@@ -176,7 +181,7 @@ def convert(flag: Flag, value: Any, said_as: str) -> Any:
     try:
         if flag.kind == "count":
             number = int(text)
-            if number < 0:
+            if number < flag.least:
                 raise ValueError
             return number
         if flag.kind == "number":
@@ -187,7 +192,8 @@ def convert(flag: Flag, value: Any, said_as: str) -> Any:
         if flag.kind == "switch":
             return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
     except (ValueError, KeyError):
-        wanted = {"count": "a whole number", "number": "a number", "switch": "1 or 0"}[flag.kind]
+        count = "a whole number" + (f" from {flag.least} on" if flag.least else "")
+        wanted = {"count": count, "number": "a number", "switch": "1 or 0"}[flag.kind]
         raise UsageError(f"{said_as} {value!r}: {wanted} is needed") from None
     if flag.choices and text not in flag.choices:
         raise UsageError(f"{said_as} {value!r}: one of {', '.join(flag.choices)} is needed")
@@ -225,6 +231,12 @@ def from_python(flags: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
+def without_effect(given: Mapping[str, Any]) -> str:
+    """A warning if some of the flags given do nothing yet; else ""."""
+    names = [f"--{BY_KEY[key].name}" for key in given if BY_KEY[key].without_effect]
+    return f"{', '.join(names)}: no effect yet" if names else ""
+
+
 def to_command_line(given: Mapping[str, Any]) -> list[str]:
     """Flags as words of a command line."""
     return [f"--{BY_KEY[key].name}={int(value) if isinstance(value, bool) else value}" for key, value in given.items()]
@@ -258,4 +270,6 @@ def _help_line(flag: Flag) -> str:
     default = "" if flag.default in (None, False) else f" ({flag.default:g})" if flag.kind == "number" else ""
     if not default and flag.default not in (None, False):
         default = f" ({flag.default})"
+    if flag.without_effect:
+        default = " (no effect yet)"
     return f"  {name:<28} {flag.help + default:<58} {flag.variable}"

@@ -114,7 +114,10 @@ class InlineSession:
 
     def close(self) -> None:
         """Drop everything."""
+        if self.closed:
+            return
         self.closed = True
+        self.segments.close()
         self.post.close()
 
     def __enter__(self) -> InlineSession:

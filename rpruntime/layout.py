@@ -56,8 +56,26 @@ def check_model(model: Any) -> None:
             f"RoundPipe needs an nn.Sequential, whose entries are the layers, not a {kind}: write the model as "
             "nn.Sequential(embedding, block, ..., block, head)"
         )
+    if type(model).forward is not nn.Sequential.forward:
+        raise ConfigError(
+            f"{kind} has a forward of its own, which would not run: make what it adds a layer of the Sequential"
+        )
+    if model._forward_hooks or model._forward_pre_hooks or model._backward_hooks or model._backward_pre_hooks:
+        raise ConfigError("hooks on the nn.Sequential itself would not run: register them on its layers")
+    if model._parameters or any(buffer is not None for buffer in model._buffers.values()):
+        names = ", ".join([*model._parameters, *model._buffers])
+        raise ConfigError(
+            f"{names} belongs to the nn.Sequential itself and to no layer: move it into the layer that uses it"
+        )
+    if any(layer is None for layer in model._modules.values()):
+        raise ConfigError("the model has an entry that is None: leave it out or use nn.Identity()")
     if len(model) == 0:
         raise ConfigError("the model is empty: nn.Sequential needs at least one layer")
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ConfigError(f"{name} has a gradient hook, which would not run on the workers: remove it")
+        if parameter.is_inference():
+            raise ConfigError(f"{name} was made in inference_mode: build the model outside it")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if nn.parameter.is_lazy(tensor):
             raise ConfigError(f"{name} has no shape yet: run one batch through lazy modules before wrapping the model")
@@ -79,9 +97,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
             "LBFGS needs a closure over the whole model; use an optimizer that steps each parameter alone"
         )
     if type(optimizer).__module__.split(".")[0] == "bitsandbytes":
-        raise ConfigError(
-            f"{type(optimizer).__name__} keeps its state on the GPU; use torch.optim.AdamW"
-        )
+        raise ConfigError(f"{type(optimizer).__name__} keeps its state on the GPU; use torch.optim.AdamW")
     known = {id(parameter) for parameter in model.parameters()}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import sys
 import time
 from collections import defaultdict
@@ -15,11 +17,12 @@ from rpruntime.client import Client
 from rpruntime.errors import ConfigError
 from rpruntime.layout import ModelLayout
 from rpruntime.optimizer.units import revive_optimizer
-from rpruntime.store.arena import view
+from rpruntime.store.arena import Store, view
 from rpruntime.store.handle import Extent, Payload, TensorHandle
 from rpruntime.store.layout import gradient_layout, optimizer_dtype, optimizer_layout
 from rpruntime.store.limits import check_host_memory, gib, read_host_memory
 from rpruntime.store.values import take_apart, why_not_picklable
+from rpruntime.terminal import say
 from rpruntime.wire.codec import pack_struct
 from rpruntime.wire.messages import (
     CodeObject,
@@ -30,8 +33,10 @@ from rpruntime.wire.messages import (
     ModelReadyMsg,
     ModelSpec,
     RoleFailedMsg,
+    UnloadModelMsg,
 )
 
+UNDO_TIMEOUT_S = 5.0
 _NOT_STATE = ("step", "profile_hook_step")
 """Instance attributes of an optimizer that are patches of ours, torch's or a scheduler's."""
 
@@ -191,15 +196,20 @@ class Loader:
         self._allocated: ModelAllocatedMsg | None = None
         self._ready: set[str] = set()
         self._failure: RoleFailedMsg | None = None
+        self._heard: set[str] = set()
+        """Roles that have read the package."""
 
     def on_message(self, msg: Any) -> None:
         """A message about this model while it is loading."""
         if isinstance(msg, ModelAllocatedMsg):
             self._allocated = msg
+            self._heard.add("optimizer")
         elif isinstance(msg, ModelReadyMsg):
             self._ready.add(msg.role)
+            self._heard.add(msg.role)
         elif isinstance(msg, RoleFailedMsg):
             self._failure = self._failure or msg
+            self._heard.add(msg.role)
 
     def check_memory(self, optimizer: torch.optim.Optimizer | None, asynchronous: bool) -> None:
         """Raises HostMemoryError, with the machine's figures, before anything is allocated."""
@@ -228,6 +238,16 @@ class Loader:
         client.send("optimizer", ModelFilledMsg(model))
         self._await(lambda: self._ready >= set(roles), "the model in every process", "loading")
         return self._allocated
+
+    def undo(self, package: ModelPackage) -> None:
+        """After a failure: every role forgets the model, and the package goes once all have read it."""
+        roles = {*self._client.session.worker_roles, "optimizer"}
+        with contextlib.suppress(Exception):  # the first failure is the one to report
+            for role in roles:
+                self._client.send(role, UnloadModelMsg(package.spec.model))
+            read = self._client.wait(lambda: self._heard >= roles, "every role's answer", timeout_s=UNDO_TIMEOUT_S)
+            if read:
+                package.free()
 
     def _await(self, ready: Callable[[], bool], what: str, doing: str) -> None:
         began = time.monotonic()
@@ -259,7 +279,7 @@ class Loader:
 
     def _say(self, line: str) -> None:
         if not self._quiet:
-            print(line, file=sys.stderr, flush=True)
+            say(line)
 
 
 def raise_role_failure(msg: RoleFailedMsg) -> None:
@@ -269,11 +289,26 @@ def raise_role_failure(msg: RoleFailedMsg) -> None:
     raise rebuild(msg.error, 0, 0)
 
 
+class _PrivateMappings:
+    """A source for a `Store` whose views nobody else sees."""
+
+    def __init__(self, segments: Any) -> None:
+        self._segments = segments
+
+    def open(self, segment: str) -> mmap.mmap:
+        mapping: mmap.mmap = self._segments.open_private(segment)
+        return mapping
+
+
 def point_parameters(client: Client, layout: ModelLayout, weights: dict[int, Extent]) -> None:
-    """Make the script's parameters live views of these slabs, in the model's dtype."""
+    """Make the script's parameters live views of these slabs, in the model's dtype.
+
+    The mapping is private and new: what the script writes there reaches nobody, and is gone at the next call.
+    """
+    store = Store(_PrivateMappings(client.session.segments))
     for (unit, index), parameter in layout.parameters.items():
         spec = layout.units[unit].params[index]
-        parameter.data = view(client.store.bytes_of(weights[unit]), spec.offset, spec.shape, spec.dtype)
+        parameter.data = view(store.bytes_of(weights[unit]), spec.offset, spec.shape, spec.dtype)
 
 
 def initial_buffers(client: Client, layout: ModelLayout) -> tuple[tuple[int, Payload], ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,16 +16,18 @@ from rpruntime.control import events as ev
 from rpruntime.errors import ConfigError, RoundPipeError
 from rpruntime.failures import install_excepthook, rebuild
 from rpruntime.layout import ModelLayout, check_model, check_optimizer, lay_out
-from rpruntime.loading import Loader, ModelPackage, initial_buffers, point_parameters
+from rpruntime.loading import Loader, ModelPackage, initial_buffers, point_parameters, put_bytes
 from rpruntime.microbatch import CutCall, cut_call, merge_metrics, merge_outputs
 from rpruntime.results import EvalResult, Loss, StepInfo
 from rpruntime.schedule.plan import ExecutionPlan
-from rpruntime.store.handle import Payload, TensorHandle
+from rpruntime.store.handle import MAX_INLINE_SKELETON_BYTES, Payload, TensorHandle
 from rpruntime.store.values import put_together, take_apart, why_not_picklable
+from rpruntime.terminal import say
 from rpruntime.tuning import Tuner
 from rpruntime.wire.messages import ReadStateMsg, RoleFailedMsg, StateMsg
 from rpruntime.worker.context import capture
 
+MAX_MICROBATCHES = 4096
 _RECOMPUTE = ("stage", "layer")
 _HYPER_TYPES = (int, float, bool, str, type(None))
 
@@ -101,7 +103,7 @@ class RoundPipe:
         self._said: set[str] = set()
         self._replace_older_pipe()
         self._layout: ModelLayout = layout
-        self._losses: dict[int, tuple[Loss, float]] = {}
+        self._losses: dict[int, Loss] = {}
         self._steps: dict[int, tuple[StepInfo, tuple[int, ...], tuple[float, ...]]] = {}
         self._finished_calls: dict[int, ev.FinishCall] = {}
         self._open: list[tuple[int, Loss, float]] = []
@@ -121,6 +123,8 @@ class RoundPipe:
     ) -> None:
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ConfigError(f"num_microbatches must be a positive integer, not {count!r}")
+        if count > MAX_MICROBATCHES:
+            raise ConfigError(f"num_microbatches is {count}; {MAX_MICROBATCHES} at most, more calls a step do the rest")
         if recompute not in _RECOMPUTE:
             raise ConfigError(f"recompute must be one of {', '.join(_RECOMPUTE)}, not {recompute!r}")
         if scaler is not None:
@@ -165,6 +169,7 @@ class RoundPipe:
             client.wait_roles()
             allocated = loader.run(package)
         except BaseException:
+            loader.undo(package)
             client.remove_listener(self._model)
             raise
         package.free()
@@ -223,14 +228,54 @@ class RoundPipe:
         self._raise_failure()
         if not self._open:
             self._choose_plan(len(cut.rows))
-        call = self._client.new_call(self._model)
-        event = self._call_event(call, cut, has_labels=labels is not None, scale=float(scale))
-        loss = Loss(self, f"the loss of call {call}")
-        self._losses[call] = (loss, float(scale))
-        self._open.append((call, loss, float(scale)))
-        self._synchronized = False
-        self._client.do(event)
+        loss = Loss(self, "the loss of a call")
+
+        def book(call: int) -> None:
+            self._open.append((call, loss, float(scale)))
+            self._synchronized = False
+
+        self._issue(cut, loss, book, has_labels=labels is not None, scale=float(scale))
         return loss
+
+    def _issue(self, cut: CutCall, loss: Loss, book: Callable[[int], None], **settings: Any) -> None:
+        """Copy a call's values into the arena and hand the call to the machine; `book` notes its number."""
+        encoder = _Encoder(self._client, self._say_once)
+        issued = False
+
+        def issue() -> ev.CallEvent:
+            nonlocal issued
+            issued = True
+            call = self._client.new_call(self._model)
+            self._losses[call] = loss
+            book(call)
+            return dataclasses.replace(event, call=call)
+
+        try:
+            event = self._call_event(cut, encoder, **settings)
+            self._act(issue)
+        except BaseException:
+            if not issued:
+                encoder.free()
+            raise
+
+    def _act(self, book: Callable[[], Any]) -> None:
+        """Give the machine the event that `book` returns, unless a failure is to be raised or cleared away first."""
+        done = False
+
+        def book_if_clear() -> Any:
+            nonlocal done
+            if self._failure is not None or self._broken is not None:
+                return None
+            if self._client.machine.is_cancelling(self._model):
+                return None
+            done = True
+            return book()
+
+        while not done:
+            self._client.act(book_if_clear)
+            if not done:
+                self._raise_failure()
+                self._failure_is_over()
 
     @property
     def plan(self) -> ExecutionPlan:
@@ -247,8 +292,8 @@ class RoundPipe:
 
     def _call_event(
         self,
-        call: int,
         cut: CutCall,
+        encoder: _Encoder,
         *,
         has_labels: bool,
         scale: float = 1.0,
@@ -258,17 +303,10 @@ class RoundPipe:
         context = capture()
         modes = [(position, _modes(layer)) for position, layer in enumerate(self._layout.layers)]
         context["modes"] = tuple((p, flags) for p, flags in modes if flags != self._modes[p])
-        encoder = _Encoder(self._client, self._say_once)
-        try:
-            inputs = [
-                encoder.encode((args, kwargs), "inputs") for args, kwargs in zip(cut.args, cut.kwargs, strict=True)
-            ]
-            labels = [encoder.encode(label, "labels") if has_labels else None for label in cut.labels]
-        except BaseException:
-            encoder.free()
-            raise
+        inputs = [encoder.encode((args, kwargs), "inputs") for args, kwargs in zip(cut.args, cut.kwargs, strict=True)]
+        labels = [encoder.encode(label, "labels") if has_labels else None for label in cut.labels]
         return ev.CallEvent(
-            call=call,
+            call=0,
             model=self._model,
             plan=self.plan,
             inputs=tuple(inputs),
@@ -297,17 +335,20 @@ class RoundPipe:
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be positive or None, not {max_grad_norm!r}")
         groups = self._hyper_parameters()
-        with self._client.lock:
+        info = StepInfo(self, "a step")
+
+        def book() -> ev.StepEvent:
             number = self._client.machine.iteration(self._model)
-            info = StepInfo(self, f"step {number}")
             calls = tuple(call for call, _, _ in self._open)
             self._steps[number] = (info, calls, tuple(float(group["lr"]) for group in groups if "lr" in group))
             self._open = []
-        self._synchronized = False
+            self._synchronized = False
+            return ev.StepEvent(self._model, groups, max_grad_norm)
+
+        self._act(book)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what LR schedulers look for
         for parameter in [p for p in self.optimizer.state if id(p) in self._stepped]:
             del self.optimizer.state[parameter]
-        self._client.do(ev.StepEvent(self._model, groups, max_grad_norm))
         return info
 
     def _hyper_parameters(self) -> tuple[dict[str, Any], ...]:
@@ -337,11 +378,15 @@ class RoundPipe:
         """Let running calls complete and discard the gradients that no step has taken."""
         self._start_of_call()
         self._finish_open_calls()
+
+        def book() -> ev.DiscardEvent:
+            for call, _, _ in self._open:
+                self._finished_calls.pop(call, None)
+            self._open = []
+            return ev.DiscardEvent(self._model)
+
         if self._open:
-            self._client.do(ev.DiscardEvent(self._model))
-        for call, _, _ in self._open:
-            self._finished_calls.pop(call, None)
-        self._open = []
+            self._act(book)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The unscaled fp32 gradients since the last step, by parameter name; waits for running calls."""
@@ -363,8 +408,7 @@ class RoundPipe:
         msg: StateMsg = self._state  # type: ignore[assignment]
         found = {(unit, i, name): self._client.store.tensor(handle).clone() for unit, i, name, handle in msg.rows}
         if msg.payload is not None:
-            assert isinstance(msg.payload.skeleton, bytes)
-            found.update(put_together(msg.payload.skeleton, []))
+            found.update(put_together(self._client.store.skeleton(msg.payload), []))
         self._client.free([handle.extent for *_, handle in msg.rows])
         return found
 
@@ -385,8 +429,10 @@ class RoundPipe:
             inputs, None, num_microbatches=num_microbatches or self._num_microbatches, chunk_dims=self._chunk_dims
         )
         finished = self._infer(cut, has_labels=False, wants_output=True)
-        outputs = [self._decode(payload) for payload in finished.outputs]
-        self._client.do(ev.OutputTakenEvent(finished.call))
+        try:
+            outputs = [self._decode(payload) for payload in finished.outputs]
+        finally:
+            self._client.do(ev.OutputTakenEvent(finished.call))
         return merge_outputs(outputs, cut.rows)
 
     def evaluate(self, batches: Iterable[Any], *, max_batches: int | None = None) -> EvalResult:
@@ -425,20 +471,15 @@ class RoundPipe:
         return EvalResult(total / items, items, merge_metrics(rows, weights))
 
     def _infer(self, cut: CutCall, *, has_labels: bool, wants_output: bool) -> ev.FinishCall:
-        call = self._client.new_call(self._model)
-        event = self._call_event(call, cut, has_labels=has_labels, inference=True, wants_output=wants_output)
-        result = Loss(self, f"evaluation call {call}")
-        self._losses[call] = (result, 1.0)
-        self._client.do(event)
+        result = Loss(self, "an evaluation call")
+        numbers: list[int] = []
+        self._issue(cut, result, numbers.append, has_labels=has_labels, inference=True, wants_output=wants_output)
         result._wait()
-        return self._finished_calls.pop(call)
+        return self._finished_calls.pop(numbers[0])
 
     def _decode(self, payload: Payload) -> Any:
         store = self._client.store
-        skeleton = payload.skeleton
-        if isinstance(skeleton, TensorHandle):
-            skeleton = bytes(store.tensor(skeleton).numpy())
-        return put_together(skeleton, [store.tensor(handle).clone() for handle in payload.tensors])
+        return put_together(store.skeleton(payload), [store.tensor(handle).clone() for handle in payload.tensors])
 
     # --- weights
 
@@ -482,7 +523,8 @@ class RoundPipe:
             for prefix, module in self._layout.layers[position].named_modules():
                 for local, old in module._buffers.items():
                     new = values[f"{prefix}.{local}" if prefix else local]
-                    if old is not None and new is not None and old.shape == new.shape and old.dtype == new.dtype:
+                    alike = old is not None and new is not None and old.shape == new.shape and old.dtype == new.dtype
+                    if alike and old.is_contiguous():
                         with torch.no_grad():
                             old.copy_(new)
                     else:
@@ -539,13 +581,13 @@ class RoundPipe:
             self._broken = self._broken or rebuild(msg.error, 0, self._client.machine.iteration(self._model))
             broken = self._broken
             for pending in [
-                *(loss for loss, _ in self._losses.values()),
+                *self._losses.values(),
                 *(info for info, _, _ in self._steps.values()),
             ]:
                 pending._cancel(lambda: broken)
 
     def _on_call_finished(self, msg: ev.FinishCall) -> None:
-        loss, _ = self._losses.pop(msg.call)
+        loss = self._losses.pop(msg.call)
         self._finished_calls[msg.call] = msg
         for microbatch, value in enumerate(msg.losses):
             if value != value and self._note_nan(msg.call, microbatch):
@@ -584,7 +626,7 @@ class RoundPipe:
         lost_steps = len(msg.steps)
         for number in msg.calls:
             if number in self._losses:
-                self._losses.pop(number)[0]._cancel(self._cancelled(cause, f"call {call}"))
+                self._losses.pop(number)._cancel(self._cancelled(cause, f"call {call}"))
             self._finished_calls.pop(number, None)
         for number in msg.steps:
             self._steps.pop(number)[0]._cancel(self._cancelled(cause, f"call {call}"))
@@ -632,7 +674,7 @@ class RoundPipe:
 
     def _say(self, line: str) -> None:
         if not self._quiet:
-            print(f"rpruntime: {line}", file=sys.stderr, flush=True)
+            say(f"rpruntime: {line}")
 
     def _say_once(self, line: str) -> None:
         if line not in self._said:
@@ -663,10 +705,11 @@ class _Encoder:
         self._client = client
         self._say_once = say_once
         self._seen: dict[int, tuple[torch.Tensor, TensorHandle]] = {}
+        self._bodies: list[TensorHandle] = []
 
     def free(self) -> None:
         """Give everything back: the call is not made."""
-        for _, handle in self._seen.values():
+        for handle in [*(handle for _, handle in self._seen.values()), *self._bodies]:
             self._client.arena.free(handle.extent)
 
     def encode(self, value: Any, what: str) -> Payload:
@@ -674,7 +717,11 @@ class _Encoder:
             skeleton, tensors = take_apart(value)
         except Exception as err:
             raise ConfigError(f"{why_not_picklable(value, what)}; it cannot travel to a worker") from err
-        return Payload(skeleton, tuple(self._put(tensor) for tensor in tensors), (False,) * len(tensors))
+        body: bytes | TensorHandle = skeleton
+        if len(skeleton) > MAX_INLINE_SKELETON_BYTES:
+            body = put_bytes(self._client, skeleton)
+            self._bodies.append(body)
+        return Payload(body, tuple(self._put(tensor) for tensor in tensors), (False,) * len(tensors))
 
     def _put(self, tensor: torch.Tensor) -> TensorHandle:
         found = self._seen.get(id(tensor))

@@ -137,6 +137,7 @@ def _same_devices(wanted: str, config: dict[str, Any]) -> bool:
 
 def _start(words: list[str]) -> Session:
     """Start a launcher that watches this process, and attach."""
+    stderr = 2 if _is_open(2) else subprocess.DEVNULL  # before the pipe, which would get a free number
     read_fd, write_fd = os.pipe()
     pid = os.getpid()
     path = [os.path.abspath(entry) for entry in sys.path]  # "" is the working directory
@@ -146,7 +147,6 @@ def _start(words: list[str]) -> Session:
         sys.executable, main_file, "--watch-pid", str(pid), "--watch-start", str(start_time(pid)),
         "--ready-fd", str(write_fd), "--sys-path", json.dumps(path), *words,
     ]  # fmt: skip
-    stderr = 2 if _is_open(2) else subprocess.DEVNULL
     try:
         process = subprocess.Popen(
             command,

@@ -5,18 +5,25 @@ Pure: fed with the spans that workers report, asked for the next iteration's pla
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rpruntime.errors import ConfigError
-from rpruntime.schedule import partition, simulate
+from rpruntime.schedule import formula_plan, partition, simulate
 from rpruntime.schedule.plan import ExecutionPlan
+
+log = logging.getLogger(__name__)
 
 MEASURED_ITERATIONS = 3
 """Iterations that are timed before the first computed plan, after one to warm up."""
 REPLAN_INTERVAL = 25
 MIN_GAIN = 0.03
-"""A plan changes only for an iteration that is shorter by this fraction in simulation."""
+"""The plan changes only for an iteration that is shorter by this fraction in simulation."""
+MIN_LATER_GAIN = 0.08
+"""The same once it has changed: every change makes processes reserve memory of other sizes."""
+NUM_ANNOUNCED = 2
+"""Changes that are told to the user; later ones are only logged."""
 SMOOTHING = 0.2
 MEMORY_FRACTION = 0.9
 
@@ -59,6 +66,7 @@ class Tuner:
         self._forward = [_Average() for _ in range(self.num_layers)]
         self._backward = [_Average() for _ in range(self.num_layers)]
         self._peak = [0] * self.num_layers
+        self._num_changes = 0
         self._next_look = 1 + MEASURED_ITERATIONS
 
     @property
@@ -103,32 +111,40 @@ class Tuner:
         return self.plan
 
     def _look(self, num_microbatches: int, *, asynchronous: bool) -> None:
-        limit = int(self.memory_bytes * MEMORY_FRACTION) if self.memory_bytes and any(self._peak) else None
-        try:
-            found = partition(
-                self.forward_ms,
-                self.backward_ms,
-                num_devices=self.num_devices,
-                num_microbatches=num_microbatches,
-                forward_bytes=self._peak if limit else None,
-                backward_bytes=self._peak if limit else None,
-                memory_limit=limit,
-            )
-        except ConfigError:
-            return  # one layer a stage runs, so no other plan is needed
-        now, then = (
-            self._expected(self.plan, num_microbatches, asynchronous),
-            self._expected(found, num_microbatches, asynchronous),
+        found = self._best(num_microbatches, asynchronous=asynchronous)
+        if found is None or found == self.plan:
+            return
+        now, then = (self._expected_ms(plan, num_microbatches, asynchronous) for plan in (self.plan, found))
+        if then >= now * (1 - (MIN_LATER_GAIN if self._num_changes else MIN_GAIN)):
+            return
+        self.plan = found
+        self._num_changes += 1
+        text = (
+            f"layers measured: now {found.num_stages} stages ({len(found.forward)} forward, {len(found.backward)} "
+            f"backward), {_ms(then)} ms an iteration expected (was {_ms(now)})"
         )
-        if then[0] < now[0] * (1 - MIN_GAIN):
-            self.plan = found
-            self.news = (
-                f"plan {len(found.forward)} forward + {len(found.backward)} backward stages, bubble {then[1]:.1%}, "
-                f"{then[0] / 1e3:.3g} s an iteration expected (was {now[0] / 1e3:.3g})"
-            )
+        log.info("%s", text)
+        if self._num_changes <= NUM_ANNOUNCED:
+            self.news = text
 
-    def _expected(self, plan: ExecutionPlan, num_microbatches: int, asynchronous: bool) -> tuple[float, float]:
-        """(milliseconds of an iteration, bubble) in simulation."""
+    def _best(self, num_microbatches: int, *, asynchronous: bool) -> ExecutionPlan | None:
+        """The best plan by the times so far that leaves no device without a stage."""
+        limit = int(self.memory_bytes * MEMORY_FRACTION) if self.memory_bytes and any(self._peak) else None
+        sizes = self._peak if limit else None
+        fewest = min(self.num_devices, 2 * self.num_layers - 1)
+        times = (self.forward_ms, self.backward_ms)
+        numbers = {"num_devices": self.num_devices, "num_microbatches": num_microbatches}
+        memory = {"forward_bytes": sizes, "backward_bytes": sizes, "memory_limit": limit}
+        try:
+            found = partition(*times, **numbers, **memory, asynchronous=asynchronous)  # type: ignore[arg-type]
+            if found.num_stages < fewest:
+                found = formula_plan(*times, **numbers, **memory)  # type: ignore[arg-type]
+        except ConfigError:
+            return None  # one layer a stage runs, so no other plan is needed
+        return found if found.num_stages >= fewest else None
+
+    def _expected_ms(self, plan: ExecutionPlan, num_microbatches: int, asynchronous: bool) -> float:
+        """Milliseconds of an iteration in simulation."""
         iterations = 4 if asynchronous else 1
         result = simulate(
             plan,
@@ -139,4 +155,8 @@ class Tuner:
             asynchronous=asynchronous,
             iterations=iterations,
         )
-        return result.makespan_ms / iterations, result.bubble
+        return result.makespan_ms / iterations
+
+
+def _ms(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

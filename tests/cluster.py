@@ -250,7 +250,7 @@ class Optimizer:
     def _MeasureNorm(self, i: om.MeasureNorm) -> None:
         for part in i.only.values():
             self._read(part)
-        self._happened(om.NormEvent(i.model, i.iteration, 2.0))
+        self._happened(om.NormEvent(i.model, i.iteration, 2.0, True))
 
     def _StepUnit(self, i: om.StepUnit) -> None:
         used = [self._read(i.only)] if i.only is not None else list(self.sums.get((i.model, i.step, i.unit), ()))

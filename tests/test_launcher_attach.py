@@ -287,7 +287,7 @@ def test_rpctl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert run.wait() == 143
         assert stop.wait(10) == 0
         assert rpctl.main(["status", name]) == 1
-        assert f"there is no session {name}" in capsys.readouterr().err
+        assert f"no session {name}" in capsys.readouterr().err
 
 
 def test_rpctl_words(capsys: pytest.CaptureFixture[str]) -> None:
@@ -297,6 +297,43 @@ def test_rpctl_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert rpctl.main([]) == 2
     assert rpctl.main(["status", "--nonsense"]) == 2
     assert rpctl.main(["--help"]) == 0
+    capsys.readouterr()
+    for command in ("status", "logs", "stop", "clean"):
+        assert rpctl.main([command, "--help"]) == 0
+        assert capsys.readouterr().out.startswith(f"usage: rpctl {command} ")
+    assert rpctl.main(["--version"]) == 0
+    assert capsys.readouterr().out == "rpruntime 0.1.0\n"
+    for command in ("status", "logs", "stop"):
+        assert rpctl.main([command, "no-such-session"]) == 1
+        assert capsys.readouterr().err == "rpctl: no session no-such-session\n"
+
+
+def test_logs_of_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rpctl, "list_sessions", lambda *_: sorted(tmp_path.iterdir()))
+    assert rpctl.main(["logs"]) == 1
+    assert "none has left logs" in capsys.readouterr().err
+    for age, name in enumerate(("calm-otter", "bold-yak", "wise-owl")):
+        (tmp_path / name).mkdir()
+        log = tmp_path / name / "worker-0.log"
+        log.write_text(f"of {name}\n")
+        os.utime(log, (1e9 - age, 1e9 - age))
+    assert rpctl.main(["logs"]) == 0
+    printed = capsys.readouterr()
+    assert "of calm-otter" in printed.out and "of bold-yak" not in printed.out
+    assert printed.err == "rpctl: no session is running; the newest is calm-otter\n"
+    assert rpctl.main(["logs", "cpu:0"]) == 0
+    assert capsys.readouterr().out == "of calm-otter\n"
+
+
+@pytest.mark.parametrize("words, code", [(["--help"], 1), (["--version"], 1), (["status"], 1), (["nonsense"], 2)])
+def test_full_devices(words: list[str], code: int) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "launcher.rpctl", *words], cwd=ROOT, stdout=full, stderr=full, check=False
+        )
+    assert done.returncode == code
 
 
 def test_clean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,6 +50,7 @@ def test_module_joined_and_double_dash() -> None:
         (["--device=cpu:1", "x.py"], "did you mean --devices"),
         (["--max-restarts", "many", "x.py"], "a whole number is needed"),
         (["--max-restarts=-1", "x.py"], "a whole number is needed"),
+        (["--optimizer-threads", "0", "x.py"], "a whole number from 1 on is needed"),
         (["--shutdown-timeout", "nan", "x.py"], "a number is needed"),
         (["--tee", "some", "x.py"], "one of none, workers, all"),
         (["-m"], "needs the name of a module"),
@@ -105,3 +106,13 @@ def test_help_is_one_screen() -> None:
     for flag in flags.FLAGS:
         assert f"--{flag.name}" in text
         assert flag.variable in text
+
+
+def test_flags_without_effect_say_so() -> None:
+    later = {"trace", "max_restarts", "max_task_failures"}
+    assert {flag.key for flag in flags.FLAGS if flag.without_effect} == later
+    for line in flags.help_text().splitlines():
+        word = line.split()[0].lstrip("-").replace("-", "_") if line.strip() else ""
+        assert ("(no effect yet)" in line) == (word in later)
+    assert flags.without_effect({"devices": "cpu:1", "trace": "x.json"}) == "--trace: no effect yet"
+    assert flags.without_effect({"devices": "cpu:1"}) == ""

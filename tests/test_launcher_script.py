@@ -202,3 +202,47 @@ def test_user_files_with_our_names_do_no_harm(tmp_path: Path) -> None:
         )
         assert run.wait() == 0, run.err
         assert run.out == "fine\n"
+
+
+def test_module_does_not_take_the_standard_library_from_the_working_directory(tmp_path: Path) -> None:
+    for name in ("secrets", "ctypes", "shutil", "socket"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported the user\\'s file')")
+    with no_leaks() as watch:
+        (tmp_path / "sub").mkdir()
+        (tmp_path / "sub" / "train.py").write_text("print('fine')")
+        run = Run(tmp_path, watch, [*LAUNCH, "--devices=inline", "sub/train.py"])
+        assert run.wait() == 0, run.err
+        assert run.out == "fine\n"
+
+
+def test_debug_reaches_the_script_and_flags_without_effect_are_warned_of(tmp_path: Path) -> None:
+    script = "import os\nprint(os.environ.get('RPRUNTIME_DEBUG'))"
+    with no_leaks() as watch:
+        run = rplaunch(tmp_path, watch, script, flags=("--debug", "-q", "--trace=x.json", "--max-restarts=2"))
+        assert run.wait() == 0
+        assert run.out == "1\n"
+        assert run.err == "rplaunch: --trace, --max-restarts: no effect yet\n"
+        run = rplaunch(tmp_path / "2", watch, script)
+        assert run.wait() == 0
+        assert run.out == "None\n"
+
+
+@pytest.mark.parametrize("where", ["2>&-", "2>/dev/full", "2>&1 >/dev/null | true", "<&- 2>&-"])
+@pytest.mark.parametrize("how", ["rplaunch", "python"])
+def test_stderr_that_cannot_be_written(tmp_path: Path, where: str, how: str) -> None:
+    (tmp_path / "x.py").write_text(WAIT_READY + "open('done', 'w').write(str(len(session.devices)))\n")
+    words = " ".join([sys.executable, *(["-m", "launcher"] if how == "rplaunch" else []), "x.py", where])
+    with no_leaks() as watch:
+        run = Run(tmp_path, watch, ["bash", "-o", "pipefail", "-c", words])
+        assert run.wait() == 0, run.err
+        assert (tmp_path / "done").read_text() == "2"
+
+
+@pytest.mark.parametrize("words, code", [("--help", 1), ("--version", 1), ("--dry-run", 1), ("--nonsense", 2)])
+def test_full_stdout(tmp_path: Path, words: str, code: int) -> None:
+    with no_leaks() as watch:
+        run = Run(tmp_path, watch, ["bash", "-c", f"exec {' '.join(LAUNCH)} {words} >/dev/full"])
+        assert run.wait() == code
+        assert len(run.err.splitlines()) == 1
+        run = Run(tmp_path / "2", watch, ["bash", "-c", f"exec {' '.join(LAUNCH)} {words} >/dev/full 2>/dev/full"])
+        assert run.wait() == code

@@ -266,6 +266,18 @@ def test_writing_to_parameters_is_refused(session: PausedSession) -> None:
             pipe.forward_backward(x, y)
 
 
+def test_a_refused_write_has_no_effect(session: PausedSession) -> None:
+    model = nn.Sequential(nn.Linear(2, 1, bias=False))
+    batch = torch.ones(2, 2), torch.zeros(2, 1)
+    with rp.RoundPipe(model, sgd(model), loss_fn=mse, num_microbatches=1, session=session) as pipe:
+        wanted = float(pipe.forward_backward(*batch))
+        with torch.no_grad():
+            model[0].weight.fill_(100.0)
+        with pytest.raises(ConfigError, match="was written to"):
+            pipe.forward_backward(*batch)
+        assert float(pipe.forward_backward(*batch)) == wanted
+
+
 def test_synchronized_parameters_are_kept_after_closing(session: PausedSession) -> None:
     model = linear()
     with rp.RoundPipe(model, sgd(model), loss_fn=mse, num_microbatches=2, session=session) as pipe:

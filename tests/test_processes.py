@@ -84,7 +84,7 @@ def test_workers_finish_an_iteration_while_the_script_is_stopped(inline_results,
     with no_leaks(within_s=10.0) as watch:
         popen = subprocess.Popen(
             command(SCRIPTS / "train_small.py", "--devices", "cpu:2"),
-            env=environment(watch, SCRIPT_STOP="1", SCRIPT_MARK=str(mark)),
+            env=environment(watch, SCRIPT_STOP="1", SCRIPT_MARK=str(mark), RPRUNTIME_RECORD=str(tmp_path)),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
@@ -110,7 +110,7 @@ def script_pid(launcher: int) -> int:
     def find() -> int | None:
         for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
             line = Path(f"/proc/{child}/cmdline").read_bytes()
-            if b"train_small" in line and b"rpruntime." not in line:
+            if b"run_script" in line:  # a child that was just forked still shows the launcher's own line
                 return int(child)
         return None
 

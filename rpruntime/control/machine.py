@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,6 +120,9 @@ class _Model:
     """Failures reported while another is being cleared away."""
     cancel_extents: tuple[Extent, ...] = ()
     """Written for cancelled slots; a peer may read them until everybody has answered."""
+    leftovers: dict[tuple[str, int, int], tuple[Extent, ...]] = field(default_factory=dict)
+    """What cancelled slots have committed, under the reader that waits for the keys that they read: some of it may be
+    what lies under those keys, passed on unchanged."""
 
     def version_read(self) -> int:
         """The version that the open iteration reads (staleness 1 when asynchronous)."""
@@ -148,6 +151,10 @@ class ControllerMachine:
         self._lifetimes = Lifetimes()
         self._buffers: dict[Key, Payload] = {}
         """Payloads of the buffers that are live."""
+        self._held: dict[int, SlotCommittedMsg] = {}
+        """Commits that came before the commits of all that the slot read."""
+        self._strays: set[tuple[int, int, str]] = set()
+        """(model, call, role) of cancels that were sent for a failed slot of a call that is not known."""
         self._early_slabs: set[Key] = set()
         """Slabs that the optimizer was done with before their slot's commit arrived."""
         self._out: list[Instruction] = []
@@ -347,16 +354,35 @@ class ControllerMachine:
 
     def _on_data(self, msg: DataReadyMsg) -> None:
         if msg.key[0] == "buffer":
-            self._buffers[msg.key] = msg.payload
+            if self._lifetimes.is_live(msg.key):
+                self._buffers[msg.key] = msg.payload
             return
         call = self._calls.get(msg.key[1])
         if call is not None:
             call.outputs[msg.key[2]] = msg.payload
 
     def _on_committed(self, msg: SlotCommittedMsg) -> None:
-        task = self._slots.pop(msg.slot, None)
-        if task is None:
-            raise RuntimeError(f"{msg.role} committed slot {msg.slot}, which is not open")
+        """A slot may pass on what it read, so a commit waits until all that it read has been published: only then is
+        it known which keys name an extent."""
+        if msg.slot not in self._slots or msg.slot in self._held:
+            return  # repeated
+        model = self._models[self._slots[msg.slot].model]
+        self._held[msg.slot] = msg
+        while True:
+            ready = [slot for slot, held in self._held.items() if not self._unpublished(slot, held)]
+            if not ready:
+                break
+            for slot in ready:
+                self._commit(self._held.pop(slot))
+        self._free_leftovers(model)
+
+    def _unpublished(self, reader: Hashable, committed: SlotCommittedMsg | None = None) -> set[Key]:
+        """What a reader reads, besides weights and what it writes itself, and what nobody has committed yet."""
+        keys = self._lifetimes.reads(reader) - {key for key, _ in (committed.products if committed else ())}
+        return {key for key in keys if key[0] != "weights" and self._lifetimes.extents(key) is None}
+
+    def _commit(self, msg: SlotCommittedMsg) -> None:
+        task = self._slots.pop(msg.slot)
         for key, extents in msg.products:
             self._publish(key, extents)
         self._release(msg.slot)
@@ -371,6 +397,12 @@ class ControllerMachine:
         if not call.open_slots and (cancel is None or not cancel.first_call <= task.call <= cancel.last_call):
             self._finish_call(task.call, call)
             self._finish_steps(self._models[task.model])
+
+    def _free_leftovers(self, model: _Model) -> None:
+        for reader in [reader for reader in model.leftovers if not self._unpublished(reader)]:
+            live = self._lifetimes.live_extents()
+            self._free(extent for extent in model.leftovers.pop(reader) if extent not in live)
+            self._release(reader)
 
     def _finish_call(self, number: int, call: _Call) -> None:
         count = len(call.event.inputs)
@@ -420,8 +452,8 @@ class ControllerMachine:
         if model is None:
             return
         for unit, extent in msg.units:
-            if msg.version in model.versions.get(unit, ()):
-                continue  # version 0 was known from loading
+            if msg.version <= model.versions.get(unit, [-1])[-1]:
+                continue  # repeated; version 0 was known from loading
             key: Key = ("weights", msg.model, unit, msg.version)
             self._lifetimes.hold(key, ("readable", msg.model))
             self._publish(key, (extent,))
@@ -444,7 +476,7 @@ class ControllerMachine:
 
     def _on_step_done(self, msg: StepDoneMsg) -> None:
         model = self._models.get(msg.model)
-        if model is not None:
+        if model is not None and msg.step in model.steps and all(done.step != msg.step for done in model.done):
             model.done.append(msg)
             self._finish_steps(model)
 
@@ -467,7 +499,10 @@ class ControllerMachine:
 
     def _on_failed(self, msg: SlotFailedMsg) -> None:
         call = self._calls.get(msg.call)
-        if call is None:
+        if call is None:  # its worker waits for a cancel; calls are numbered across all models
+            for number in self._models:
+                self._strays.add((number, msg.call, msg.role))
+                self._send(msg.role, CancelMsg(number, msg.call, msg.call))
             return
         number = call.event.model
         model = self._models[number]
@@ -478,7 +513,7 @@ class ControllerMachine:
         if not call.event.inference:
             iteration = call.iteration
             first = model.iterations[iteration].calls[0]
-            last = max(self._calls)
+            last = max(c for c, other in self._calls.items() if other.event.model == number)
         calls = tuple(c for c in self._calls if first <= c <= last and self._calls[c].event.model == number)
         steps = () if iteration is None else tuple(step for step in model.steps if step >= iteration)
         model.cancel = _Cancel(first, last, iteration)
@@ -488,33 +523,71 @@ class ControllerMachine:
             self._send(role, CancelMsg(number, first, last))
 
     def _on_cancelled(self, msg: CancelledMsg) -> None:
-        model = self._models[msg.model]
+        stray = (msg.model, msg.first_call, msg.role)
+        if stray in self._strays:
+            self._strays.discard(stray)
+            self._free(msg.extents)
+            return
+        model = self._models.get(msg.model)
+        if model is None or model.cancel is None or msg.first_call != model.cancel.first_call:
+            return
+        if msg.role not in model.cancel_waits_for:
+            return
         model.cancel_waits_for.discard(msg.role)
         model.cancel_extents += msg.extents
-        if model.cancel is not None and not model.cancel_waits_for:
+        if not model.cancel_waits_for:
             self._clear_cancelled(msg.model, model, model.cancel)
 
     def _clear_cancelled(self, number: int, model: _Model, cancel: _Cancel) -> None:
         gone = range(cancel.first_call, cancel.last_call + 1)
-        for slot in [slot for slot, task in self._slots.items() if task.model == number and task.call in gone]:
-            del self._slots[slot]
-            self._release(slot)
+        calls = {c for c, call in self._calls.items() if call.event.model == number and c in gone}
+        self._drop_work(number, model, calls)
         if cancel.iteration is not None:
             self._rewind(number, model, cancel.iteration)
-        calls = [c for c, call in self._calls.items() if call.event.model == number and c in gone]
-        for key in self._lifetimes.live_keys():
-            if key[0] != "weights" and key[1] in calls:
-                self._drop(key)
         for call in calls:
             del self._calls[call]
         self._early_slabs = {key for key in self._early_slabs if key[1] not in calls}
-        self._free(model.cancel_extents)
-        model.cancel_extents = ()
         model.cancel = None
         self._out.append(FinishCancel(number, model.iteration))
         failed, model.failed = model.failed, []
         for msg in failed:
-            self._on_failed(msg)
+            if msg.call in self._calls:
+                self._on_failed(msg)
+
+    def _drop_work(self, number: int, model: _Model, calls: set[int]) -> None:
+        """Forget all slots and keys of cancelled calls; every extent is freed once, whoever named it.
+
+        An extent of a held commit may lie under a key of a call that goes on and is not committed yet: then it waits.
+        """
+        slots = [slot for slot, task in self._slots.items() if task.call in calls]
+        readers = [*slots, *model.leftovers]
+        roots = {key for reader in readers for key in self._unpublished(reader) if key[1] not in calls}
+        written = [
+            e for slot in slots if slot in self._held for _, extents in self._held.pop(slot).products for e in extents
+        ]
+        for extents in model.leftovers.values():
+            written += extents
+        model.leftovers = {}
+        freed = list(model.cancel_extents)
+        model.cancel_extents = ()
+        left: tuple[str, int, int] = ("left", number, min(calls, default=0))
+        for key in sorted(roots):
+            self._lifetimes.hold(key, left)
+        for slot in slots:
+            del self._slots[slot]
+        for reader in readers:
+            freed += self._lifetimes.release(reader)
+        for key in self._lifetimes.live_keys():
+            if key[0] != "weights" and key[1] in calls:
+                freed += self._lifetimes.drop(key)
+        live = self._lifetimes.live_extents().union(freed)
+        written = [extent for extent in dict.fromkeys(written) if extent not in live]
+        if roots:
+            model.leftovers[left] = tuple(written)
+        else:
+            freed += written
+        self._free(dict.fromkeys(freed))
+        self._forget_buffers()
 
     def _rewind(self, number: int, model: _Model, iteration: int) -> None:
         """Counters and buffers as after step `iteration - 1`."""

@@ -7,6 +7,7 @@ in, so a call that fails has moved nothing. P_cp follows each unit's step at onc
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import deque
 from collections.abc import Callable
@@ -49,6 +50,8 @@ class NormEvent:
     model: int
     step: int
     norm: float
+    single: bool
+    """Whether it was measured in fp32."""
 
 
 @dataclass(frozen=True)
@@ -176,13 +179,15 @@ Instruction = (
 )  # fmt: skip
 
 
-def clip_factor(limit: float, norm: float) -> float:
-    """As `torch.nn.utils.clip_grad_norm_` has it to the bit, in fp32 if the norm was measured in fp32."""
+def clip_factor(limit: float, norm: float, *, single: bool) -> float:
+    """As `torch.nn.utils.clip_grad_norm_` has it to the bit; `single`: the norm is fp32, and so is its arithmetic."""
 
     def rounded(value: float) -> float:
-        return float(struct.unpack("f", struct.pack("f", value))[0]) if single else value
+        try:
+            return float(struct.unpack("f", struct.pack("f", value))[0]) if single else value
+        except OverflowError:
+            return math.copysign(math.inf, value)
 
-    single = abs(norm) < 1e38 and struct.unpack("f", struct.pack("f", norm))[0] == norm
     factor = rounded(rounded(1.0 / rounded(norm + rounded(1e-6))) * rounded(limit))
     return 1.0 if factor > 1 else factor  # nan stays nan, as there
 
@@ -208,10 +213,12 @@ class _Model:
     """(iteration, unit) -> its sum."""
     calls: dict[int, int] = field(default_factory=dict)
     """Call -> iteration, for calls whose gradients are wanted."""
-    waiting: dict[int, int] = field(default_factory=dict)
-    """Call -> positions whose gradients have not come."""
-    unwanted: dict[int, int] = field(default_factory=dict)
-    """Discarded call -> positions whose gradients have not come."""
+    waiting: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
+    """Call -> (slot, position) whose gradients have not come."""
+    unwanted: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
+    """Discarded call -> (slot, position) whose gradients have not come."""
+    newest_call: int = 0
+    """The highest call announced so far."""
     steps: deque[StepMsg] = field(default_factory=deque)
     running: StepMsg | None = None
     to_step: set[int] = field(default_factory=set)
@@ -230,7 +237,6 @@ class OptimizerMachine:
     def __init__(self, workers: tuple[str, ...]) -> None:
         self._workers = workers
         self._models: dict[int, _Model] = {}
-        self._newest_call = 0
         self._out: list[Instruction] = []
         self._handlers: dict[type, Callable[[Any], None]] = {
             ModelSpec: self._on_load,
@@ -284,9 +290,9 @@ class OptimizerMachine:
 
     def _on_expect(self, msg: ExpectSlabsMsg) -> None:
         model = self._models[msg.model]
-        self._newest_call = max(self._newest_call, msg.call)
+        model.newest_call = max(model.newest_call, msg.call)
         model.calls[msg.call] = msg.iteration
-        model.waiting[msg.call] = sum(stop - start for _, start, stop in msg.slots)
+        model.waiting[msg.call] = {(slot, p) for slot, start, stop in msg.slots for p in range(start, stop)}
         for slot, start, stop in msg.slots:
             for position in reversed(range(start, stop)):
                 for unit in self._trainable(model, position):
@@ -304,23 +310,27 @@ class OptimizerMachine:
         if model is None:
             return
         slabs = [(msg.call, msg.slot, msg.position, unit) for unit in self._trainable(model, msg.position)]
+        place = (msg.slot, msg.position)
         if msg.call in model.unwanted:
-            model.unwanted[msg.call] -= 1
+            if place in model.unwanted[msg.call]:
+                model.unwanted[msg.call].discard(place)
+                self._done(slabs)
             if not model.unwanted[msg.call]:
                 del model.unwanted[msg.call]
-            self._done(slabs)
             return
         iteration = model.calls.get(msg.call)
         if iteration is None:
-            if msg.call > self._newest_call:
+            if msg.call > model.newest_call:
                 model.early.append(msg)
             return
+        if place not in model.waiting[msg.call]:
+            return  # repeated
         parts = {part.unit: part for part in msg.parts}
         for slab in slabs:
             total = model.sums[iteration, slab[3]]
             total.arrived[slab] = parts.get(slab[3])
             self._add_what_is_next(msg.model, iteration, total)
-        model.waiting[msg.call] -= 1
+        model.waiting[msg.call].discard(place)
         self._start_step(msg.model, model)
         self._answer_reads(msg.model, model)
 
@@ -380,7 +390,7 @@ class OptimizerMachine:
         limit = model.running.max_grad_norm
         assert limit is not None
         model.norm = event.norm
-        self._step_units(event.model, model, clip_factor(limit, event.norm))
+        self._step_units(event.model, model, clip_factor(limit, event.norm, single=event.single))
 
     def _step_units(self, number: int, model: _Model, factor: float) -> None:
         """All units, shallow ones first: the next forward waits for those."""
@@ -450,7 +460,9 @@ class OptimizerMachine:
         model.steps = deque(step for step in model.steps if not set(step.calls) & set(gone))
         model.reads = [read for read in model.reads if not set(read.calls) & set(gone)]
         model.early = [slab for slab in model.early if not msg.first_call <= slab.call <= msg.last_call]
-        self._newest_call = max(self._newest_call, msg.last_call)
+        for call in [call for call in model.unwanted if msg.first_call <= call <= msg.last_call]:
+            del model.unwanted[call]
+        model.newest_call = max(model.newest_call, msg.last_call)
         self._send(CONTROLLER, CancelledMsg(msg.model, msg.first_call, ROLE, ()))
 
     # --- reading
@@ -461,7 +473,7 @@ class OptimizerMachine:
         self._answer_reads(msg.model, model)
 
     def _answer_reads(self, number: int, model: _Model) -> None:
-        for msg in [msg for msg in model.reads if not any(model.waiting.get(call, 0) for call in msg.calls)]:
+        for msg in [msg for msg in model.reads if not any(model.waiting.get(call) for call in msg.calls)]:
             model.reads.remove(msg)
             iteration = model.calls[msg.calls[0]] if msg.calls else -1
             self._out.append(ReadState(msg, iteration, self._only_slabs(model, iteration)))

@@ -81,7 +81,7 @@ class OptimizerShell:
             except Exception as err:
                 log.exception("carrying out %s", type(instruction).__name__)
                 error = describe(err, phase="step", device=self._post.role)
-                self._post.send(m.CONTROLLER, RoleFailedMsg(self._post.role, getattr(instruction, "model", -1), error))
+                self._post.send(m.CONTROLLER, RoleFailedMsg(self._post.role, _model_of(instruction), error))
         return bool(self._todo)
 
     def _happened(self, event: Any) -> None:
@@ -164,8 +164,9 @@ class OptimizerShell:
             for gradient in unit.gradients(instruction.iteration, instruction.only.get(unit.spec.index))
             if gradient is not None
         ]
-        norm = float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
-        self._happened(m.NormEvent(instruction.model, instruction.iteration, norm))
+        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        single = norm.dtype == torch.float32
+        self._happened(m.NormEvent(instruction.model, instruction.iteration, norm.item(), single))
 
     def _step_unit(self, instruction: m.StepUnit) -> None:
         model = self._models[instruction.model]
@@ -209,3 +210,9 @@ class OptimizerShell:
                     scalars[number, index, name] = value
         payload = Payload(take_apart(scalars)[0], (), ()) if scalars else None
         self._post.send(m.CONTROLLER, StateMsg(msg.model, msg.what, tuple(rows), payload))
+
+
+def _model_of(instruction: Any) -> int:
+    """The model that an instruction is about; -1: none."""
+    about = instruction if hasattr(instruction, "model") else getattr(instruction, "msg", None)
+    return int(getattr(about, "model", -1))

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import logging
 import mmap
+import threading
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
 
 from rpruntime.store.allocator import Allocator, align
-from rpruntime.store.handle import Extent, TensorHandle
+from rpruntime.store.handle import Extent, Payload, TensorHandle
 
 log = logging.getLogger(__name__)
 
@@ -25,12 +26,16 @@ GROWTH_FRACTION = 8
 """A segment made for growth has at least 16 MiB and an eighth of the arena, so that segments stay few."""
 
 
-class SegmentSource(Protocol):
+class Mappings(Protocol):
+    """Where mappings of segments come from."""
+
+    def open(self, segment: str) -> mmap.mmap: ...
+
+
+class SegmentSource(Mappings, Protocol):
     """Where segments come from: the launcher (shared memory) or this process (inline)."""
 
     def create(self, nbytes: int) -> tuple[str, mmap.mmap]: ...
-
-    def open(self, segment: str) -> mmap.mmap: ...
 
     def release(self, segment: str) -> None: ...
 
@@ -50,7 +55,7 @@ def dtype_of(name: str) -> torch.dtype:
 class Store:
     """Views of tensors in any process's segments. `on_map` sees each segment's bytes once (workers pin them)."""
 
-    def __init__(self, source: SegmentSource, on_map: Callable[[str, torch.Tensor], None] | None = None) -> None:
+    def __init__(self, source: Mappings, on_map: Callable[[str, torch.Tensor], None] | None = None) -> None:
         self._source = source
         self._on_map = on_map
         self._segments: dict[str, torch.Tensor] = {}
@@ -72,6 +77,12 @@ class Store:
     def bytes_of(self, extent: Extent) -> torch.Tensor:
         """The extent's bytes, uint8 [nbytes]."""
         return self.segment(extent.segment)[extent.offset : extent.offset + extent.nbytes]
+
+    def skeleton(self, payload: Payload) -> bytes:
+        """A payload's skeleton, wherever it lies."""
+        if isinstance(payload.skeleton, TensorHandle):
+            return bytes(self.tensor(payload.skeleton).numpy())
+        return payload.skeleton
 
     def tensor(self, handle: TensorHandle) -> torch.Tensor:
         """The tensor that a handle names: a live view of shared memory, not a copy."""
@@ -109,18 +120,21 @@ class Arena:
         self.store = store
         self._source = source
         self._allocator = Allocator()
+        self._lock = threading.RLock()  # the script allocates while the client's receiver frees
 
     def reserve(self, nbytes: int) -> None:
         """Make one segment of exactly `nbytes` now. Raises HostMemoryError with the machine's figures."""
-        self._grow(nbytes)
+        with self._lock:
+            self._grow(nbytes)
 
     def allocate(self, nbytes: int) -> Extent:
         """An extent of `nbytes`; the arena grows if it must. Raises HostMemoryError."""
-        place = self._allocator.allocate(nbytes)
-        if place is None:
-            self._grow(max(align(nbytes), GROWTH_BYTES, self._allocator.total_bytes // GROWTH_FRACTION))
+        with self._lock:
             place = self._allocator.allocate(nbytes)
-            assert place is not None
+            if place is None:
+                self._grow(max(align(nbytes), GROWTH_BYTES, self._allocator.total_bytes // GROWTH_FRACTION))
+                place = self._allocator.allocate(nbytes)
+                assert place is not None
         return Extent(self.owner, *place, nbytes)
 
     def allocate_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> TensorHandle:
@@ -134,7 +148,8 @@ class Arena:
     def free(self, extent: Extent) -> None:
         """Take an extent back."""
         assert extent.owner == self.owner, f"{extent} is not of {self.owner}"
-        self._allocator.free(extent.segment, extent.offset)
+        with self._lock:
+            self._allocator.free(extent.segment, extent.offset)
 
     def free_all(self, extents: Iterable[Extent]) -> None:
         """Take several extents back."""

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from rpruntime.wire.codec import struct
 
+MAX_INLINE_SKELETON_BYTES = 32 << 10
+"""A larger skeleton lies in its writer's arena."""
+
 
 @struct
 @dataclass(frozen=True, slots=True)

@@ -290,6 +290,16 @@ class SegmentClient:
         found = self._maps.get(segment)
         return found if found is not None else self._map({"op": "open", "segment": segment})[1]
 
+    def open_private(self, segment: str) -> mmap.mmap:
+        """A new mapping that sees what others write and keeps to itself what is written through it."""
+        with self._exclusive():
+            answer, fd = self._exchange({"op": "open", "segment": segment})
+            assert fd is not None, answer
+            try:
+                return mmap.mmap(fd, int(answer["nbytes"]), mmap.MAP_PRIVATE)
+            finally:
+                os.close(fd)
+
     def release(self, segment: str) -> None:
         """Nobody will open it again: the launcher drops it, and this process does when nothing views it."""
         with self._exclusive():
@@ -374,13 +384,20 @@ class PrivateSegments:
 
     def __init__(self) -> None:
         self._maps: dict[str, mmap.mmap] = {}
+        self._fds: dict[str, int] = {}
         self._counter = itertools.count(1)
 
     def create(self, nbytes: int) -> tuple[str, mmap.mmap]:
         """Make a segment of `nbytes`."""
         segment = f"inline-{next(self._counter)}"
-        self._maps[segment] = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        fd = self._fds[segment] = os.memfd_create(segment)
+        os.ftruncate(fd, nbytes)
+        self._maps[segment] = mmap.mmap(fd, nbytes, mmap.MAP_SHARED)
         return segment, self._maps[segment]
+
+    def open_private(self, segment: str) -> mmap.mmap:
+        """A new mapping that keeps to itself what is written through it."""
+        return mmap.mmap(self._fds[segment], len(self._maps[segment]), mmap.MAP_PRIVATE)
 
     def open(self, segment: str) -> mmap.mmap:
         """The mapping of a segment."""
@@ -389,10 +406,12 @@ class PrivateSegments:
     def release(self, segment: str) -> None:
         """Forget a segment; its memory goes when no view of it is left."""
         self._maps.pop(segment, None)
+        os.close(self._fds.pop(segment))
 
     def close(self) -> None:
         """Forget all segments."""
-        self._maps.clear()
+        for segment in list(self._fds):
+            self.release(segment)
 
 
 def _block_signals() -> None:

@@ -46,7 +46,8 @@ def message_types() -> dict[str, type]:
 
 def _declare(cls: type[T], table: dict[str, type]) -> type[T]:
     assert dataclasses.is_dataclass(cls), cls
-    assert table.setdefault(cls.__name__, cls) is cls, f"two types named {cls.__name__}"
+    if table.setdefault(cls.__name__, cls) is not cls:
+        raise TypeError(f"two types named {cls.__name__}")
     _FIELDS[cls] = tuple(field.name for field in dataclasses.fields(cls))
     return cls
 

@@ -199,8 +199,9 @@ class WorkerMachine:
         self._peers = peers
         self._models: dict[int, ModelSpec] = {}
         self._calls: dict[int, CallMsg] = {}
-        self._newest_call = 0
-        self._data: dict[Key, Payload] = {}
+        self._newest_call: dict[int, int] = {}
+        """Of each model: calls of two models may come in another order than that of their numbers."""
+        self._data: dict[int, dict[Key, Payload]] = {}
         self._buffers: dict[int, dict[Key, Payload]] = {}
         self._weights: dict[tuple[int, int], dict[int, Extent]] = {}
         self._queue: deque[SlotTask] = deque()
@@ -252,12 +253,14 @@ class WorkerMachine:
 
     def _on_load(self, msg: ModelSpec) -> None:
         self._models[msg.model] = msg
-        self._buffers.setdefault(msg.model, {})
+        self._buffers[msg.model], self._data[msg.model] = {}, {}
+        self._newest_call[msg.model] = 0
         self._out.append(BuildModel(msg))
 
     def _on_unload(self, msg: UnloadModelMsg) -> None:
-        self._models.pop(msg.model, None)
-        self._buffers.pop(msg.model, None)
+        tables: tuple[dict[int, Any], ...] = (self._models, self._buffers, self._data, self._newest_call)
+        for table in tables:
+            table.pop(msg.model, None)
         self._weights = {key: found for key, found in self._weights.items() if key[0] != msg.model}
         self._out.append(ForgetModel(msg.model))
 
@@ -265,8 +268,9 @@ class WorkerMachine:
         used = {task.call for task in self._queue} | {progress.task.call for progress in self._open.values()}
         self._calls = {number: call for number, call in self._calls.items() if number in used}
         self._calls[msg.call] = msg
-        self._newest_call = msg.call
-        self._data = {k: payload for k, payload in self._data.items() if k[1] in self._calls or k[1] > msg.call}
+        self._newest_call[msg.model] = max(self._newest_call[msg.model], msg.call)
+        held = self._data[msg.model]
+        self._data[msg.model] = {key: payload for key, payload in held.items() if self._may_read(msg.model, key)}
         self._prune_buffers(msg.model)
 
     def _prune_buffers(self, model: int) -> None:
@@ -274,11 +278,17 @@ class WorkerMachine:
         held = self._buffers[model]
         self._buffers[model] = {key: payload for key, payload in held.items() if key[1] >= oldest}
 
+    def _may_read(self, model: int, key: Key) -> bool:
+        """Whether the key's call has tasks here, or has yet to come."""
+        return key[1] in self._calls or key[1] > self._newest_call[model]
+
     def _on_data(self, msg: DataReadyMsg) -> None:
+        if msg.model not in self._models:
+            return
         if msg.key[0] == "buffer":
-            self._buffers.setdefault(msg.model, {})[msg.key] = msg.payload
-        elif msg.key[1] in self._calls or msg.key[1] > self._newest_call:
-            self._data[msg.key] = msg.payload
+            self._buffers[msg.model][msg.key] = msg.payload
+        elif self._may_read(msg.model, msg.key):
+            self._data[msg.model][msg.key] = msg.payload
 
     def _on_weights(self, msg: WeightsReadyMsg) -> None:
         for unit, extent in msg.units:
@@ -345,8 +355,8 @@ class WorkerMachine:
         """Payloads of all that a micro-batch reads, or None: something has not come yet."""
         found = {}
         for key in self._keys_read(task, m):
-            held = self._buffers[task.model] if key[0] == "buffer" else self._data
-            payload = held.get(key)
+            held = self._buffers if key[0] == "buffer" else self._data
+            payload = held[task.model].get(key)
             if payload is None:
                 return None
             found[key] = payload
@@ -452,7 +462,9 @@ class WorkerMachine:
         if self._current in waits:
             self._current = None
         self._staged = [slot for slot in self._staged if slot not in waits]
-        self._data = {key: payload for key, payload in self._data.items() if key[1] not in gone}
+        data = self._data.get(msg.model, {})
+        for key in [key for key in data if key[1] in gone]:
+            del data[key]
         for number in gone:
             del self._calls[number]
         self._cancels.append((msg, waits, []))

@@ -39,6 +39,7 @@ class LayerModule:
         self.spec = spec
         self.parameters: dict[tuple[int, int], nn.Parameter] = {}
         self._units = units
+        self._store = store
         stand_ins = [self._stand_in(entry, store, device) for entry in spec.module.tensors]
         self.module: nn.Module = put_together(read_bytes(store, spec.module.data), stand_ins)
         self._buffers = [
@@ -67,6 +68,10 @@ class LayerModule:
             return torch.empty(0, device=device)
         return store.tensor(entry[1]).clone().to(device)
 
+    def start_slot(self) -> None:
+        """Forget uploaded buffers: what their handles name stays the same within a slot, not beyond."""
+        self._cache.clear()
+
     def bind_parameters(self, slabs: dict[int, torch.Tensor], *, with_gradients: bool) -> None:
         """Point the parameters at device slabs (uint8 [unit bytes]); trainable ones want gradients or not."""
         for (unit, index), parameter in self.parameters.items():
@@ -92,8 +97,7 @@ class LayerModule:
 
     def bind_buffers(self, payload: Payload, upload: Callable[[TensorHandle], torch.Tensor]) -> None:
         """Give the module the buffers of a payload: a dict of name -> tensor or None."""
-        assert isinstance(payload.skeleton, bytes)
-        handles = put_together(payload.skeleton, payload.tensors)
+        handles = put_together(self._store.skeleton(payload), payload.tensors)
         self._bound = {}
         for name, owner, local in self._buffers:
             handle = handles.get(name)

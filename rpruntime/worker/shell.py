@@ -88,6 +88,7 @@ class WorkerShell:
         return msg
 
     def _collect(self) -> None:
+        reached = self._transfers.reached
         while self._ahead and self._transfers.reached(self._ahead[0]):
             self._ahead.popleft()
         if self._launched and len(self._ahead) < MAX_LAUNCHED:
@@ -95,12 +96,13 @@ class WorkerShell:
             self._events.append(m.LaunchedEvent())
         for stage in [*self._stages.values(), *self._finishing]:
             self._events.extend(stage.take_published())
-        for stage in [stage for stage in self._finishing if not stage.publications]:
+        for stage in [stage for stage in self._finishing if not stage.publications and reached(stage.end)]:
             self._finishing.remove(stage)
             self._events.append(m.SlotDoneEvent(stage.task.slot, stage.spans(), self._transfers.peak_bytes()))
         for stage in self._dropping:
             stage.take_published()
-        for stage in [stage for stage in self._dropping if not stage.publications and stage.weights_arrived()]:
+        gone = [s for s in self._dropping if not s.publications and s.weights_arrived() and reached(s.end)]
+        for stage in gone:
             self._dropping.remove(stage)
             stage.release()
             self._events.append(m.SlotDroppedEvent(stage.task.slot, tuple(stage.own)))
@@ -118,20 +120,26 @@ class WorkerShell:
         self._events.append(m.ModelBuiltEvent(msg.model))
 
     def _stage_weights(self, instruction: m.StageWeights) -> None:
-        store = self._arena.store
-        copies = {
-            unit: self._transfers.upload(store.bytes_of(extent), "weights")
-            for unit, extent in instruction.units.items()
-        }
         task = instruction.task
-        self._stages[task.slot] = Stage(task, self._models[task.model], self._transfers, self._arena, copies)
+        stage = Stage(task, self._models[task.model], self._transfers, self._arena)
+        self._stages[task.slot] = stage
+        try:
+            for unit, extent in instruction.units.items():
+                host = self._arena.store.bytes_of(extent)
+                stage.weights[unit] = self._transfers.upload(host, "weights")
+        except Exception as err:  # out of device memory, as a rule; told when the slot's turn comes
+            stage.failure = err
 
     def _run(self, instruction: m.RunMicrobatch) -> None:
         stage = self._stages[instruction.task.slot]
         try:
+            if stage.failure is not None:
+                raise stage.failure
             stage.run(instruction)
-        except (Exception, SystemExit) as err:
+        except BaseException as err:
             self._report(stage, err)
+            if isinstance(err, KeyboardInterrupt):  # inline: it is the script's
+                raise
         else:
             self._ahead.append(self._transfers.mark())
             self._launched = True
@@ -153,6 +161,7 @@ class WorkerShell:
         if stage is None:
             stage = next(stage for stage in self._finishing if stage.task.slot == slot)
             self._finishing.remove(stage)
+        stage.end = self._transfers.mark()
         self._dropping.append(stage)
 
     def _report(self, stage: Stage, err: BaseException) -> None:

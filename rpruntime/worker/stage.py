@@ -17,7 +17,7 @@ import torch
 from rpruntime.errors import ConfigError
 from rpruntime.seeds import layer_seed
 from rpruntime.store.arena import Arena, contiguous_stride, dtype_name, view
-from rpruntime.store.handle import Extent, Payload, TensorHandle
+from rpruntime.store.handle import MAX_INLINE_SKELETON_BYTES, Extent, Payload, TensorHandle
 from rpruntime.store.layout import gradient_layout
 from rpruntime.store.values import SINGLE_TENSOR, put_together, take_apart, why_not_picklable
 from rpruntime.wire.messages import CallMsg, Key, SlabPart, SlotTask
@@ -26,7 +26,7 @@ from rpruntime.worker.machine import LossEvent, PublishedEvent, RunMicrobatch, S
 from rpruntime.worker.modules import WorkerModel
 from rpruntime.worker.transfers import Copy, Transfers
 
-MAX_INLINE_SKELETON_BYTES = 32 << 10
+MAX_METRICS = 1000
 
 
 class _Entrance(torch.autograd.Function):
@@ -77,15 +77,18 @@ class _Entered:
 class Stage:
     """One slot under way."""
 
-    def __init__(
-        self, task: SlotTask, model: WorkerModel, transfers: Transfers, arena: Arena, weights: dict[int, Copy]
-    ) -> None:
+    def __init__(self, task: SlotTask, model: WorkerModel, transfers: Transfers, arena: Arena) -> None:
         self.task = task
         self.place = Place()
         self.publications: list[Publication] = []
         self.own: list[Extent] = []
         self._marks: list[tuple[str, int, int, int, Any, Any]] = []
-        self.weights = weights
+        self.weights: dict[int, Copy] = {}
+        """Its units' slabs on their way to the device."""
+        self.failure: Exception | None = None
+        """Why its weights could not be staged."""
+        self.end: Any = None
+        """The mark after its last work, once that is launched."""
         self._model = model
         self._transfers = transfers
         self._arena = arena
@@ -129,6 +132,7 @@ class Stage:
         slabs = {unit: copy.wait() for unit, copy in self.weights.items()}
         for position in self.layers:
             layer = self._model.layers[position]
+            layer.start_slot()
             layer.bind_parameters(slabs, with_gradients=self.task.kind in ("fused", "backward"))
             layer.set_modes(call.training, modes.get(position))
         self._bound = True
@@ -191,10 +195,10 @@ class Stage:
     def _backward(self) -> None:
         start, stop = self.task.layers
         payload = self._inputs["agrad", self.task.call, self._m, stop]
-        assert isinstance(payload.skeleton, bytes)
-        grads: list[torch.Tensor | None] = [None] * len(payload.skeleton)
+        flags = self._store.skeleton(payload)
+        grads: list[torch.Tensor | None] = [None] * len(flags)
         uploads = iter([self._upload(handle) for handle in payload.tensors])
-        for index, present in enumerate(payload.skeleton):
+        for index, present in enumerate(flags):
             if present:
                 grads[index] = next(uploads).wait()
         segments = [self.layers]
@@ -211,9 +215,7 @@ class Stage:
     def _enter(self, key: Key, *, with_gradients: bool) -> _Entered:
         payload = self._inputs[key]
         copies = [self._upload(handle) for handle in payload.tensors]
-        skeleton = payload.skeleton
-        if isinstance(skeleton, TensorHandle):
-            skeleton = bytes(self._store.tensor(skeleton).numpy())
+        skeleton = self._store.skeleton(payload)
         flags = payload.needs_grad if with_gradients else (False,) * len(copies)
         entered = self._enter_tensors(skeleton, [copy.wait() for copy in copies], flags)
         for tensor, handle, flag in zip(entered.tensors, payload.tensors, payload.needs_grad, strict=True):
@@ -287,6 +289,8 @@ class Stage:
         metrics: dict[str, Any] = {}
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
             result, metrics = result
+            if len(metrics) > MAX_METRICS:
+                raise ConfigError(f"loss_fn returned {len(metrics)} metrics; {MAX_METRICS} at most are reported")
         if not isinstance(result, torch.Tensor) or result.numel() != 1:
             what = "the last layer's output (loss_fn is None)" if self._model.loss_fn is None else "loss_fn's result"
             shape = (
@@ -300,9 +304,7 @@ class Stage:
         return result, metrics
 
     def _labels(self, payload: Payload) -> Any:
-        skeleton = payload.skeleton
-        if isinstance(skeleton, TensorHandle):
-            skeleton = bytes(self._store.tensor(skeleton).numpy())
+        skeleton = self._store.skeleton(payload)
         return put_together(skeleton, [self._upload(handle).wait() for handle in payload.tensors])
 
     def _backward_from_loss(self, value: Any) -> None:
@@ -365,6 +367,7 @@ class Stage:
         """Launch the rest: sums go to the host, deepest position first; the device lets go of the weights."""
         if self.task.kind in ("fused", "backward"):
             self._hand_over_sums()
+        self.end = self._transfers.mark()
         self.release()
 
     def release(self) -> None:
@@ -418,8 +421,7 @@ class Stage:
     def _publish_buffers(self, position: int) -> None:
         key = self._key("buffer", position)
         payload = self._inputs[self._buffers_before(position)]
-        assert isinstance(payload.skeleton, bytes)
-        handles = put_together(payload.skeleton, payload.tensors)
+        handles = put_together(self._store.skeleton(payload), payload.tensors)
         now, changed = self._model.layers[position].buffers_now()
         if not changed and set(now) == set(handles):
             self.publications.append(Publication(PublishedEvent(self.task.slot, key, payload, ()), []))

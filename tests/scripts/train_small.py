@@ -7,12 +7,16 @@ import functools
 import hashlib
 import json
 import os
+import pathlib
 import signal
+import time
 
 import torch
 from torch import nn
 
 import rpruntime as rp
+from rpruntime.recording import read
+from rpruntime.wire.messages import TaskMsg
 
 torch.set_num_threads(1)
 print("started")
@@ -67,6 +71,19 @@ class First(nn.Module):
         return Marker.apply(y) if "SCRIPT_MARK" in os.environ else y
 
 
+def wait_for_tasks(count):
+    """Wait until the workers have all the tasks: only then is the dispatch over, as sockets send in the background."""
+
+    def received():
+        records = pathlib.Path(os.environ["RPRUNTIME_RECORD"]).glob("worker-*.record")
+        return sum(isinstance(event, TaskMsg) for path in records for events, _ in read(path) for event in events)
+
+    deadline = time.monotonic() + 60
+    while received() < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 torch.manual_seed(3)
 model = nn.Sequential(First(), Noisy(16), make_block(16), nn.BatchNorm1d(16), nn.Linear(16, 2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=False)
@@ -84,6 +101,7 @@ for _ in range(STEPS):
     x, y = torch.randn(8, 4, generator=generator), torch.randn(8, 2, generator=generator)
     losses.append(pipe.forward_backward(x, y))
     if "SCRIPT_STOP" in os.environ:
+        wait_for_tasks(pipe.plan.num_stages * len(losses))
         os.kill(os.getpid(), signal.SIGSTOP)
     pipe.step()
 pipe.synchronize()

@@ -1,0 +1,12 @@
+"""Lines for the person at the terminal, on stderr; a terminal that is gone ends no run."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+
+def say(line: str) -> None:
+    """Print a line on stderr, if there still is one."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        print(line, file=sys.stderr, flush=True)

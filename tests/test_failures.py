@@ -1,0 +1,127 @@
+"""What the terminal shows of an exception that was raised in another process."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from rpruntime.failures import format_error, rebuild
+from rpruntime.wire.messages import ErrorInfo
+
+DROPPED = "this iteration's gradients dropped, run usable"
+
+
+def info(err: BaseException, frames: tuple[tuple[str, int, str, str], ...] = (), **place: object) -> ErrorInfo:
+    settings: dict[str, object] = {"phase": "forward", "layer": 0, "layer_name": "0 (Linear)", "microbatch": 0, **place}
+    return ErrorInfo(pickle.dumps(err), type(err).__name__, str(err), "the whole text", frames, **settings)  # type: ignore[arg-type]
+
+
+def shown(err: BaseException, *frames: tuple[str, int, str, str], debug: bool = False, **place: object) -> list[str]:
+    return format_error(rebuild(info(err, frames, **place), 4, 7), None, debug=debug).splitlines()
+
+
+def test_error_and_context() -> None:
+    lines = shown(ValueError("bad value"), device="cuda:1", log_file="/x/worker-1.log")
+    assert lines == [
+        "ValueError: bad value",
+        f"  layer 0 (Linear), forward, micro-batch 1/4, step 7, cuda:1 | {DROPPED} | log /x/worker-1.log",
+    ]
+
+
+def test_a_note_stands_after_the_error() -> None:
+    err = rebuild(info(ValueError("bad\nvalue")), 4, 7)
+    err.add_note("2 step(s) issued after it were cancelled")  # type: ignore[attr-defined]
+    assert format_error(err, None).splitlines()[:3] == [
+        "ValueError: bad",
+        "value",
+        "2 step(s) issued after it were cancelled",
+    ]
+
+
+def test_a_note_is_shown_where_python_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("traceback.format_exception_only", lambda kind, err: [f"{kind.__name__}: {err}\n"])
+    err = rebuild(info(ValueError("bad")), 4, 7)
+    err.add_note("2 step(s) were cancelled")  # type: ignore[attr-defined]
+    assert format_error(err, None).splitlines()[:2] == ["ValueError: bad", "2 step(s) were cancelled"]
+
+
+def test_a_syntax_error_is_shown_whole() -> None:
+    lines = shown(SyntaxError("odd", ("x.py", 3, 1, "a b", 3, 2)))
+    assert lines[-2] == "SyntaxError: odd"
+    assert any("a b" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "layer, name, words",
+    [(0, "0 (Linear)", "layer 0 (Linear)"), (10, "1 (Linear)", "layer 10 1 (Linear)"), (2, "head (Head)", "2 head")],
+)
+def test_name_of_the_layer(layer: int, name: str, words: str) -> None:
+    assert words in shown(ValueError(), layer=layer, layer_name=name)[-1]
+
+
+@pytest.mark.parametrize(
+    "phase, words",
+    [
+        ("forward", DROPPED),
+        ("backward", DROPPED),
+        ("loss", DROPPED),
+        ("evaluation", "training state untouched, run usable"),
+        ("step", "this pipe cannot go on"),
+    ],
+)
+def test_outcome(phase: str, words: str) -> None:
+    assert f"| {words}" in shown(ValueError(), phase=phase)[-1]
+    assert (DROPPED in shown(ValueError(), phase=phase)[-1]) == (words == DROPPED)
+
+
+def test_frames() -> None:
+    site = "/opt/venv/lib/python3.11/site-packages"
+    frames = (
+        (f"{site}/torch/nn/modules/module.py", 1778, "_call_impl", "return forward_call(*args)"),
+        (os.path.join(os.getcwd(), "model.py"), 12, "forward", "return self.linear(x)"),
+        (f"{site}/torch/autograd/function.py", 3, "apply", "return user_fn(self, *args)"),
+        (f"{site}/torch/nn/modules/linear.py", 134, "forward", "return F.linear(input, self.weight)"),
+    )
+    lines = shown(ValueError("bad"), *frames, device="cpu:1")
+    assert lines[:-2] == [
+        "  model.py:12   in forward: return self.linear(x)   [cpu:1]",
+        "  torch/nn/modules/linear.py:134   in forward: return F.linear(input, self.weight)   [cpu:1]",
+    ]
+    everything = shown(ValueError("bad"), *frames, device="cpu:1", debug=True)
+    assert "torch/nn/modules/module.py:1778" in everything[0]
+    assert "the whole text" in everything
+
+
+def test_code_that_travelled_by_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("class Layer:\n    def forward(self, x):\n        return x @ x\n\nvalue = 3\n")
+    main = types.ModuleType("__main__")
+    main.__file__ = str(script)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.chdir(tmp_path)
+    lines = shown(
+        ValueError("bad"),
+        ("<dynamic-code>", 3, "forward", ""),  # the script's
+        ("<dynamic-code>", 5, "forward", ""),  # not the script's: no such function there
+        ("<dynamic-code>", 3, "other", ""),
+        (str(script), 3, "forward", ""),
+        ("/gone/file.py", 3, "forward", ""),
+        device="cpu:1",
+    )
+    assert lines[:-2] == [
+        "  train.py:3   in forward: return x @ x   [cpu:1]",
+        "  line 5   in forward   [cpu:1]",
+        "  line 3   in other   [cpu:1]",
+        "  train.py:3   in forward: return x @ x   [cpu:1]",
+        "  /gone/file.py:3   in forward   [cpu:1]",
+    ]
+
+
+def test_without_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    assert shown(ValueError("bad"), ("<dynamic-code>", 3, "forward", ""))[0] == "  line 3   in forward"
