@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from pathlib import Path
@@ -33,7 +32,7 @@ class Screen:
 def write(stream: TextIO | None, text: str) -> OSError | None:
     """Write at once; returns what went wrong instead of raising it.
 
-    Not through the stream's buffer: what stays in that is tried again at Python's end, and turns the exit code into 120.
+    Not through the stream's buffer: what stays there is tried again at Python's end, and makes the exit code 120.
     """
     if stream is None:  # the descriptor was closed when Python started (`2>&-`)
         return None

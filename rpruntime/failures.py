@@ -82,7 +82,7 @@ def rebuild(info: ErrorInfo, num_microbatches: int, step: int) -> BaseException:
     if not hasattr(err, "add_note"):  # Python 3.10; `format_error` shows them
         notes: list[str] = []
         err.__notes__ = notes  # type: ignore[attr-defined]
-        err.add_note = notes.append  # type: ignore[attr-defined]
+        err.add_note = notes.append  # type: ignore[method-assign, assignment, unused-ignore]
     return err
 
 

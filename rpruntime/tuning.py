@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from rpruntime.errors import ConfigError
 from rpruntime.schedule import formula_plan, partition, simulate
@@ -132,13 +133,17 @@ class Tuner:
         limit = int(self.memory_bytes * MEMORY_FRACTION) if self.memory_bytes and any(self._peak) else None
         sizes = self._peak if limit else None
         fewest = min(self.num_devices, 2 * self.num_layers - 1)
-        times = (self.forward_ms, self.backward_ms)
-        numbers = {"num_devices": self.num_devices, "num_microbatches": num_microbatches}
-        memory = {"forward_bytes": sizes, "backward_bytes": sizes, "memory_limit": limit}
+        settings: dict[str, Any] = {
+            "num_devices": self.num_devices,
+            "num_microbatches": num_microbatches,
+            "forward_bytes": sizes,
+            "backward_bytes": sizes,
+            "memory_limit": limit,
+        }
         try:
-            found = partition(*times, **numbers, **memory, asynchronous=asynchronous)  # type: ignore[arg-type]
+            found = partition(self.forward_ms, self.backward_ms, asynchronous=asynchronous, **settings)
             if found.num_stages < fewest:
-                found = formula_plan(*times, **numbers, **memory)  # type: ignore[arg-type]
+                found = formula_plan(self.forward_ms, self.backward_ms, **settings)
         except ConfigError:
             return None  # one layer a stage runs, so no other plan is needed
         return found if found.num_stages >= fewest else None

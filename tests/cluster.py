@@ -1,7 +1,8 @@
 """A session of pure machines: no process, no tensor, a network that delivers in any order that real links allow.
 
 Memory is a table of extents with a description of what was written there, so that every read is checked: it must be
-live and hold exactly what the reader believes. Freed extents are never given out again, so a late reader is caught.
+live and hold what the reader believes. Freed extents are never given out again, so a late reader is caught. Workers
+pass values on unchanged at times (one extent, several keys), and messages that may be repeated sometimes are.
 """
 
 from __future__ import annotations
@@ -21,20 +22,25 @@ from rpruntime.worker import machine as wm
 
 
 class Memory:
-    """Extents and what was written there."""
+    """Extents and what was written there: a key, or several that name the same value."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        self.live: dict[Extent, Any] = {}
+        self.live: dict[Extent, set[Any]] = {}
 
     def write(self, owner: str, content: Any) -> Extent:
         extent = Extent(owner, f"{owner}-1", next(self._numbers) * 256, 1)
-        self.live[extent] = content
+        self.live[extent] = {content}
         return extent
+
+    def alias(self, extent: Extent, content: Any) -> None:
+        """The same bytes are known under another name too."""
+        assert extent in self.live, f"{extent} was freed before {content} could be passed on"
+        self.live[extent].add(content)
 
     def check(self, extent: Extent, content: Any) -> None:
         assert extent in self.live, f"{extent} was freed while {content} was still to be read"
-        assert self.live[extent] == content, f"found {self.live[extent]} where {content} was expected"
+        assert content in self.live[extent], f"found {self.live[extent]} where {content} was expected"
 
     def free(self, extent: Extent, owner: str) -> None:
         assert extent.owner == owner, f"{owner} was told to free {extent}"
@@ -43,6 +49,13 @@ class Memory:
 
 def payload(*extents: Extent) -> Payload:
     return Payload(b"", tuple(TensorHandle(e, 0, (1,), (1,), "float32") for e in extents), (True,) * len(extents))
+
+
+def is_passed_on(read: msgs.Key, written: msgs.Key) -> bool:
+    """Whether a stage can publish what it read under this key: the value of a micro-batch, a position's buffers."""
+    if written[0] == "buffer":
+        return read[0] == "buffer" and read[3] == written[3]
+    return written[0] in ("act", "out") and read[0] == "act"
 
 
 class Worker:
@@ -126,7 +139,9 @@ class Worker:
         for key, found in i.inputs.items():
             for extent in found.extents():
                 memory.check(extent, key)
-        if task.slot in self.cluster.failing:
+        last = m == task.microbatches[-1]
+        if task.slot in self.cluster.failing and (last or self.cluster.random.random() < 0.5):
+            self.cluster.failing.discard(task.slot)
             self.ready.append(wm.SlotFailedEvent(task.slot, ERROR))
             return
         self.cluster.ran.append((task.call, task.kind, m, task.layers))
@@ -134,8 +149,15 @@ class Worker:
         out = self.copies[task.slot]
 
         def publish(key: msgs.Key) -> None:
-            extent = self._write(task.slot, key)
-            out.append(wm.PublishedEvent(task.slot, key, payload(extent), (extent,)))
+            same = [read for read in i.inputs if is_passed_on(read, key)]
+            if same and self.cluster.random.random() < 0.4:
+                found = i.inputs[same[0]]
+                for extent in found.extents():
+                    memory.alias(extent, key)
+                out.append(wm.PublishedEvent(task.slot, key, found, ()))
+            else:
+                extent = self._write(task.slot, key)
+                out.append(wm.PublishedEvent(task.slot, key, payload(extent), (extent,)))
 
         for position, _ in task.publish:
             publish(("act", task.call, m, position))
@@ -235,8 +257,8 @@ class Optimizer:
                 slabs.discard(extent)
 
     def _read(self, part: msgs.SlabPart) -> Any:
-        content = self.cluster.memory.live.get(part.extent)
-        assert content is not None, f"{part} was freed before it was read"
+        assert part.extent in self.cluster.memory.live, f"{part} was freed before it was read"
+        (content,) = self.cluster.memory.live[part.extent]
         assert content[0] == "slab" and content[4] == part.unit
         return content[1:4]
 
@@ -314,6 +336,18 @@ class Controller:
         self.rewound.append((i.model, i.iteration))
 
 
+REPEATED = (
+    msgs.WeightsReadyMsg,
+    msgs.DataReadyMsg,
+    msgs.SlabReadyMsg,
+    msgs.SlabDoneMsg,
+    msgs.SlotCommittedMsg,
+    msgs.SlotFailedMsg,
+    msgs.CancelledMsg,
+    msgs.StepDoneMsg,
+)
+"""What a peer must bear to get twice."""
+
 ERROR = msgs.ErrorInfo(b"", "ValueError", "boom", "", ())
 
 
@@ -332,6 +366,8 @@ class Cluster:
         self.controller = Controller(names, self)
         self.optimizer = Optimizer(names, self)
         self.workers = [Worker(name, names, self) for name in names]
+        self.again: list[tuple[str, str, Any]] = []
+        """Messages that will be sent once more."""
         self.roles = {role.role: role for role in (self.controller, self.optimizer, *self.workers)}
         self._calls = itertools.count(1)
 
@@ -344,15 +380,22 @@ class Cluster:
 
     def post(self, sender: str, receiver: str, msg: Any) -> None:
         self.links.setdefault((sender, receiver), deque()).append(msg)
+        if isinstance(msg, REPEATED) and self.random.random() < 0.05:
+            self.again.append((sender, receiver, msg))
 
     def advance(self) -> bool:
         """One random thing that can happen happens; False: nothing can."""
         choices: list[Any] = [("link", link) for link, queue in self.links.items() if queue]
         choices += [("act", name, choice) for name, role in self.roles.items() for choice in role.choices()]
+        choices += [("again", repeated) for repeated in self.again]
         if not choices:
             return False
         kind, *rest = self.random.choice(choices)
-        if kind == "link":
+        if kind == "again":
+            sender, receiver, msg = rest[0]
+            self.again.remove(rest[0])
+            self.links[sender, receiver].append(msg)
+        elif kind == "link":
             sender, receiver = rest[0]
             self.roles[receiver].handle(self.links[sender, receiver].popleft())
         else:

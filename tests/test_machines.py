@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpruntime.control import events as ev
-from tests.cluster import Cluster, make_spec, random_plan
+from rpruntime.wire import messages as msgs
+from tests.cluster import ERROR, Cluster, make_spec, random_plan
 
 
 class Script:
@@ -44,6 +45,7 @@ class Script:
             self._act(self.rng.choice(self.models))
             self.cluster.settle(self.rng.choice([0, 0, 5, 50, 500]))
         self.cluster.settle()
+        self.check_rest()
 
     def _act(self, model: int) -> None:
         if self.machine.is_cancelling(model):
@@ -99,6 +101,15 @@ class Script:
         assert all(worker.machine.is_idle for worker in self.cluster.workers)
         assert not self.cluster.optimizer.sums
 
+    def check_rest(self) -> None:
+        """Nothing runs: of each unit only versions are left that a call could still read, and no commit waits."""
+        assert not self.machine._held
+        for model in self.models:
+            at_most = 2 if self.cluster.spec(model).asynchronous else 1
+            state = self.machine._models[model]
+            assert not state.leftovers and not state.steps
+            assert all(1 <= len(versions) <= at_most for versions in state.versions.values())
+
     def check_steps(self) -> None:
         """Every step used the gradients of its calls, each once, in the order of dispatch, deepest first."""
         optimizer, cluster = self.cluster.optimizer, self.cluster
@@ -147,8 +158,34 @@ def test_a_failed_call_cancels_what_followed_and_nothing_else(seed):
     for failure in script.cluster.controller.failures:
         assert failure.call in failure.calls
     assert len(script.cluster.controller.rewound) == len(script.cluster.controller.failures)
+    script.check_steps()
     script.check_work()
     script.finish()
+
+
+def test_calls_do_fail_in_a_fair_share_of_the_scripts():
+    failed = survived = 0
+    for seed in range(60):
+        script = Script(seed, failures=True)
+        script.run(actions=14)
+        script.check_steps()
+        script.check_work()
+        cancelled = script.cluster.controller.cancelled
+        failed += bool(cancelled)
+        survived += bool(cancelled) and any(not set(calls) & cancelled for calls in script.stepped.values())
+        script.finish()
+    assert failed >= 20
+    assert survived >= 10
+
+
+def test_a_failed_slot_of_an_unknown_call_is_answered_with_a_cancel():
+    cluster = Cluster(2, 0)
+    cluster.load(make_spec(1, random.Random(0), 2, asynchronous=False, grain="stage"))
+    cluster.controller.handle(msgs.SlotFailedMsg(999, 998, "worker-1", ERROR))
+    assert cluster.links["controller", "worker-1"][-1] == msgs.CancelMsg(1, 998, 998)
+    cluster.settle()
+    assert not cluster.controller.failures and not cluster.controller.rewound
+    assert not cluster.controller.machine._strays
 
 
 @pytest.mark.slow
@@ -158,5 +195,6 @@ def test_a_failed_call_cancels_what_followed_and_nothing_else(seed):
 def test_many_more_orders(seed, failures):
     script = Script(seed, failures=failures)
     script.run(actions=25)
+    script.check_steps()
     script.check_work()
     script.finish()

@@ -146,7 +146,7 @@ def test_memory_limit() -> None:
         run(tuner, range(FIRST_LOOK + 1), [1.0] * 7 + [2.0], peak=1000)
     assert free.plan.num_stages == 1  # one device: the whole model is one stage
     # 90% of the memory holds three layers of 1000 bytes.
-    assert 1 < bound.plan.num_stages
+    assert bound.plan.num_stages > 1
     assert max(len(stage) for stage in (*bound.plan.forward, *bound.plan.backward)) <= 3
 
 

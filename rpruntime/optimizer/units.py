@@ -48,9 +48,10 @@ class Unit:
         self.optimizer: torch.optim.Optimizer | None = None
         self._group_of: list[int] = []
         self._sums: dict[int, tuple[Extent, set[int]]] = {}  # iteration -> (fp32 sums, parameters with a gradient)
-        self._state_extents: list[Extent] = []
-        self._shared: set[int] = set()
-        """Addresses of the state tensors that lie in the arena."""
+        self._received: list[dict[str, Any]] = []
+        """Of each group, the hyper-parameters as the script last sent them."""
+        self._shared: dict[tuple[int, str], tuple[Extent, torch.Tensor]] = {}
+        """(parameter index, state name) -> where a large state tensor lies in the arena."""
 
     def adopt_optimizer(self, whole: torch.optim.Optimizer) -> None:
         """Take this unit's parameters, groups and state out of the user's optimizer."""
@@ -63,13 +64,14 @@ class Unit:
             if params:
                 own.param_groups.append(use_fast_kernel(type(whole), {**group, "params": params}))
                 self._group_of.append(index)
+                self._received.append({name: _plain(value) for name, value in group.items() if name != "params"})
         own.state = defaultdict(dict)
         for param in self.params:
             if param in whole.state:
                 own.state[param] = {name: _widened(value, param) for name, value in whole.state[param].items()}
         own._patch_step_function()
         self.optimizer = own
-        self._share_state()
+        self._share_state([])
 
     # --- gradients
 
@@ -132,17 +134,20 @@ class Unit:
             return False
         for param, gradient in zip(self.params, gradients, strict=True):
             param.grad = gradient if gradient is None or factor == 1.0 else gradient * factor
-        for group, index in zip(self.optimizer.param_groups, self._group_of, strict=True):
+        for group, index, received in zip(self.optimizer.param_groups, self._group_of, self._received, strict=True):
             for name, value in groups[index].items():
-                if name in ("params", "fused"):
-                    continue
+                if name in ("params", "fused") or (name in received and received[name] == _plain(value)):
+                    continue  # what the optimizer itself has changed since stays as it is
+                received[name] = _plain(value)
                 if isinstance(group.get(name), torch.Tensor):  # a tensor lr computes in its own dtype
                     value = torch.as_tensor(value, dtype=group[name].dtype)
                 group[name] = value
         self.optimizer.step()
+        lent = [param.grad for param in self.params if param.grad is not None]
+        lent += [gradient for gradient in gradients if gradient is not None]
         for param in self.params:
             param.grad = None
-        self._share_state()
+        self._share_state(lent)
         return True
 
     def write_master(self, extent: Extent) -> None:
@@ -152,18 +157,41 @@ class Unit:
             for param, spec in zip(self.params, self.spec.params, strict=True):
                 view(memory, spec.offset, spec.shape, spec.dtype).copy_(param)
 
-    def _share_state(self) -> None:
-        """Move new large state tensors (moments) into the arena."""
+    def _share_state(self, lent: list[torch.Tensor]) -> None:
+        """Keep large state tensors (moments) in the arena, whatever tensors the optimizer has put into its state.
+
+        `lent`: the gradients, whose memory is reused, so no state may lie there.
+        """
         assert self.optimizer is not None
-        for state in self.optimizer.state.values():
-            for name, value in state.items():
-                large = isinstance(value, torch.Tensor) and value.nbytes >= SHARED_STATE_BYTES
-                if large and value.data_ptr() not in self._shared:
-                    handle = self._arena.allocate_tensor(tuple(value.shape), value.dtype)
-                    shared = self._store.tensor(handle).copy_(value)
-                    self._shared.add(shared.data_ptr())
-                    state[name] = shared
-                    self._state_extents.append(handle.extent)
+        rows = [
+            (self.optimizer.state[param], index, name, value)
+            for index, param in enumerate(self.params)
+            if param in self.optimizer.state
+            for name, value in self.optimizer.state[param].items()
+            if isinstance(value, torch.Tensor)
+        ]
+        moved = []
+        old, self._shared = self._shared, {}
+        for state, index, name, value in rows:
+            place = old.get((index, name))
+            if not _is_large(value):
+                if any(_overlap(value, tensor) for tensor in (*lent, *(shared for _, shared in old.values()))):
+                    state[name] = value.clone()
+            elif place is not None and place[1].shape == value.shape and place[1].dtype == value.dtype:
+                self._shared[index, name] = old.pop((index, name))
+                if value.data_ptr() != place[1].data_ptr():
+                    moved.append((state, name, value, place[1]))
+            else:
+                handle = self._arena.allocate_tensor(tuple(value.shape), value.dtype)
+                self._shared[index, name] = (handle.extent, self._store.tensor(handle))
+                moved.append((state, name, value, self._shared[index, name][1]))
+        # one name's old memory can be another's new value
+        shared = [tensor for _, tensor in self._shared.values()]
+        values = [v.clone() if any(_overlap(v, tensor) for tensor in shared) else v for _, _, v, _ in moved]
+        for (state, name, _, room), value in zip(moved, values, strict=True):
+            state[name] = room.copy_(value)
+        for extent, _ in old.values():
+            self._arena.free(extent)
 
     def state_rows(self) -> list[tuple[int, str, Any]]:
         """(parameter index, name, value) of the optimizer's state."""
@@ -179,8 +207,9 @@ class Unit:
         """Give all memory back."""
         for iteration in list(self._sums):
             self.drop_sum(iteration)
-        for extent in (self.extent, *self._state_extents):
+        for extent in (self.extent, *(extent for extent, _ in self._shared.values())):
             self._arena.free(extent)
+        self._shared = {}
 
 
 def _widened(value: Any, param: torch.nn.Parameter) -> Any:
@@ -190,11 +219,42 @@ def _widened(value: Any, param: torch.nn.Parameter) -> Any:
     return value
 
 
+def _plain(value: Any) -> Any:
+    """A hyper-parameter as the script sends it, and a copy that nobody changes."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else value.tolist()
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _is_large(value: Any) -> bool:
+    """Whether a value of an optimizer's state belongs into shared memory."""
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+    return plain and value.nbytes >= SHARED_STATE_BYTES
+
+
+def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors share memory."""
+    if first.layout is not torch.strided or not first.numel() or not second.numel():
+        return False
+    (a, b), (c, d) = _span(first), _span(second)
+    return a < d and c < b
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of a tensor's first byte and of the byte after its last."""
+    steps = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (1 + steps) * tensor.element_size()
+
+
 def use_fast_kernel(kind: type, group: dict[str, Any]) -> dict[str, Any]:
-    """`fused=None` leaves the kernel to us: torch's fused one where the group allows it; other choices stand."""
+    """`fused=None` leaves the kernel to us: torch's fused one where the group allows it; other choices stand.
+
+    Complex parameters have none.
+    """
     plain = not (group.get("foreach") or group.get("capturable") or group.get("differentiable"))
     own = kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-    if own and plain and "fused" in group and group["fused"] is None and group.get("foreach") is None:
+    real = all(param.is_floating_point() for param in group["params"])
+    if own and real and plain and "fused" in group and group["fused"] is None and group.get("foreach") is None:
         group["fused"] = True
     return group
 
