@@ -81,7 +81,7 @@ def rebuild(info: ErrorInfo, num_microbatches: int, step: int) -> BaseException:
     err.rp_context = context  # type: ignore[attr-defined]
     if not hasattr(err, "add_note"):  # Python 3.10; `format_error` shows them
         notes: list[str] = []
-        err.__notes__ = notes  # type: ignore[attr-defined]
+        err.__notes__ = notes
         err.add_note = notes.append  # type: ignore[method-assign, assignment, unused-ignore]
     return err
 

@@ -74,11 +74,11 @@ def check_model(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ConfigError(f"{name} has a gradient hook, which would not run on the workers: remove it")
-        if parameter.is_inference():
-            raise ConfigError(f"{name} was made in inference_mode: build the model outside it")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if nn.parameter.is_lazy(tensor):
             raise ConfigError(f"{name} has no shape yet: run one batch through lazy modules before wrapping the model")
+        if tensor.is_inference():
+            raise ConfigError(f"{name} was made in inference_mode: build the model outside it")
         if tensor.device.type == "meta":
             raise ConfigError(f"{name} is on the meta device: load or initialise the model on the CPU first")
         if tensor.device.type != "cpu":

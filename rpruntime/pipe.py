@@ -153,6 +153,7 @@ class RoundPipe:
         loader.check_memory(optimizer, asynchronous)
         self._listener: Callable[[Any], None] = loader.on_message
         self._model = client.add_listener(lambda msg: self._listener(msg))
+        package: ModelPackage | None = None
         try:
             package = ModelPackage(
                 client,
@@ -169,7 +170,8 @@ class RoundPipe:
             client.wait_roles()
             allocated = loader.run(package)
         except BaseException:
-            loader.undo(package)
+            if package is not None:
+                loader.undo(package)
             client.remove_listener(self._model)
             raise
         package.free()

@@ -144,8 +144,20 @@ def test_commands_of_rpctl_exist() -> None:
             continue
         described = re.search(rf"^  rpctl {words[1]}\b(.*)$", usage, flags=re.M)
         assert described is not None, line
+        if words[1] in ("plan", "simulate"):
+            continue  # they run below
         for flag in [word for word in words if word.startswith("--")]:
             assert flag in described[1], line
+
+
+def test_planning_commands_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    lines = [words for line in commands("rpctl") if (words := line.split())[1:2] in (["plan"], ["simulate"])]
+    complete = [words for words in lines if len(words) > 2]
+    assert {words[1] for words in complete} == {"plan", "simulate"}
+    for words in complete:
+        assert rpctl.main(words[1:]) == 0, capsys.readouterr().err
+        assert "roundpipe" in capsys.readouterr().out or words[1] == "plan"
 
 
 def test_arguments_and_variables_exist() -> None:

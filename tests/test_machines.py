@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -9,8 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpruntime.control import events as ev
+from rpruntime.control.machine import ControllerMachine
+from rpruntime.schedule.plan import ExecutionPlan
+from rpruntime.store.handle import Extent
 from rpruntime.wire import messages as msgs
-from tests.cluster import ERROR, Cluster, make_spec, random_plan
+from tests.cluster import ERROR, Cluster, make_spec, payload, random_plan
 
 
 class Script:
@@ -186,6 +190,54 @@ def test_a_failed_slot_of_an_unknown_call_is_answered_with_a_cancel():
     cluster.settle()
     assert not cluster.controller.failures and not cluster.controller.rewound
     assert not cluster.controller.machine._strays
+
+
+def test_what_a_cancelled_slot_passed_on_of_a_running_call_is_freed_once():
+    """Slot 2 passes on slot 1's buffers and commits first; its call is cancelled before slot 1 commits."""
+    machine = ControllerMachine(("worker-0", "worker-1"), "controller.1", check=True)
+    numbers = itertools.count()
+
+    def room(owner: str) -> Extent:
+        return Extent(owner, "s", next(numbers) * 256, 1)
+
+    freed: list[Extent] = []
+
+    def handle(*events):
+        for instruction in machine.handle(*events):
+            if isinstance(instruction, ev.FreeOwn):
+                freed.extend(instruction.extents)
+            elif isinstance(instruction, ev.Send) and isinstance(instruction.msg, msgs.FreeMsg):
+                freed.extend(instruction.msg.extents)
+
+    def call(number):
+        x, y = payload(room("controller.1")), payload(room("controller.1"))
+        plan = ExecutionPlan([], [range(1)], None)
+        handle(ev.CallEvent(number, 1, plan, (x,), (y,), ((1.0, 1.0),), (1.0,), 1.0, {}))
+
+    param = msgs.ParamSpec("p", 0, (1,), "float32", "float32", 0)
+    units = (msgs.UnitSpec(0, True, (0,), 4, (param,)),)
+    start = payload(room("controller.1"))
+    handle(ev.ModelAddedEvent(1, units, ((0,),), ((0, start),), "stage", True, (room("optimizer.1"),)))
+    call(1)
+    handle(ev.StepEvent(1, ({},), None))
+    call(2)
+    call(3)
+    buffers, slab, dropped = room("worker-0.1"), room("worker-1.1"), room("worker-0.1")
+    products = ((("buffer", 2, 0, 0), (buffers,)), (("slab", 2, 2, 0, 0), (slab,)))
+    handle(msgs.SlotCommittedMsg(2, "worker-1", products))
+    handle(msgs.SlotFailedMsg(3, 3, "worker-0", ERROR))
+    for role, extents in (("worker-0", (dropped,)), ("worker-1", ()), ("optimizer", ())):
+        handle(msgs.CancelledMsg(1, 2, role, extents))
+    assert dropped in freed
+    assert buffers not in freed
+    handle(msgs.SlotCommittedMsg(1, "worker-0", ((("buffer", 1, 0, 0), (buffers,)),)))
+    assert buffers not in freed and slab in freed
+    assert buffers in machine.live_extents()
+    handle(msgs.StepDoneMsg(1, 0, None, False, 0.0))
+    handle(ev.ModelRemovedEvent(1))
+    assert buffers in freed
+    assert len(freed) == len(set(freed))
+    assert not machine.live_extents()
 
 
 @pytest.mark.slow
