@@ -4,52 +4,36 @@ forward    act(start) -> layers -> act at every position that somebody reads, bu
 fused      act(start) -> layers -> loss -> backward -> agrad(start), sums
 backward   act(start), agrad(stop) -> layers again -> backward -> agrad(start), sums
 infer      act(start) -> layers in eval mode -> act, or loss and outputs
+
+A stage that goes backward runs as one segment, with one graph; or by layer, so that one layer's graph is alive at a
+time: forward keeps the layers' inputs, then the layers run again one by one, deepest first. The numbers are the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from rpruntime.errors import ConfigError
 from rpruntime.seeds import layer_seed
-from rpruntime.store.arena import Arena, contiguous_stride, dtype_name, view
-from rpruntime.store.handle import MAX_INLINE_SKELETON_BYTES, Extent, Payload, TensorHandle
+from rpruntime.store.arena import Arena, view
+from rpruntime.store.handle import Extent, Payload, TensorHandle
 from rpruntime.store.layout import gradient_layout
 from rpruntime.store.values import SINGLE_TENSOR, put_together, take_apart, why_not_picklable
 from rpruntime.wire.messages import CallMsg, Key, SlabPart, SlotTask
 from rpruntime.worker.context import applied
-from rpruntime.worker.machine import LossEvent, PublishedEvent, RunMicrobatch, SlabEvent
+from rpruntime.worker.machine import PublishedEvent, RunMicrobatch, SlabEvent
+from rpruntime.worker.memory import explain, read_memory
 from rpruntime.worker.modules import WorkerModel
+from rpruntime.worker.outbox import Outbox, Publication
+from rpruntime.worker.segment import Entered, Segment, enter_tensors
 from rpruntime.worker.transfers import Copy, Transfers
 
 MAX_METRICS = 1000
-
-
-class _Entrance(torch.autograd.Function):
-    """Identity whose output is no leaf, so that a layer may change its input in place."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
-        return leaf.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
-
-
-@dataclass
-class Publication:
-    """An event that waits for its copies."""
-
-    event: Any
-    copies: list[Copy]
-
-    def done(self) -> bool:
-        return all(copy.done() for copy in self.copies)
+_NO_BUFFERS = Payload(take_apart({})[0], (), ())
 
 
 @dataclass
@@ -61,27 +45,25 @@ class Place:
     microbatch: int = -1
 
 
-@dataclass
-class _Entered:
-    """The input of a segment on the device."""
-
-    value: Any
-    tensors: list[torch.Tensor] = field(default_factory=list)
-    """The tensors in `value`."""
-    leaves: list[torch.Tensor | None] = field(default_factory=list)
-    """The leaf behind each tensor that wants a gradient."""
-    handles: dict[int, tuple[TensorHandle, bool, int]] = field(default_factory=dict)
-    """id(tensor) -> (its handle, wants a gradient, version), for tensors that may be passed on unchanged."""
-
-
 class Stage:
-    """One slot under way."""
+    """One slot under way.
 
-    def __init__(self, task: SlotTask, model: WorkerModel, transfers: Transfers, arena: Arena) -> None:
+    Args:
+        task: what to run.
+        model: the modules.
+        transfers: copies to and from the device.
+        arena: what is published goes here.
+        by_layer: let only one layer's graph be alive at a time, as recompute="layer" does: slower, for a stage that
+            does not fit otherwise. Stages without a backward run as always.
+    """
+
+    def __init__(
+        self, task: SlotTask, model: WorkerModel, transfers: Transfers, arena: Arena, *, by_layer: bool = False
+    ) -> None:
         self.task = task
+        self.by_layer = by_layer
         self.place = Place()
-        self.publications: list[Publication] = []
-        self.own: list[Extent] = []
+        self._outbox = Outbox(task.slot, transfers, arena)
         self._marks: list[tuple[str, int, int, int, Any, Any]] = []
         self.weights: dict[int, Copy] = {}
         """Its units' slabs on their way to the device."""
@@ -91,7 +73,6 @@ class Stage:
         """The mark after its last work, once that is launched."""
         self._model = model
         self._transfers = transfers
-        self._arena = arena
         self._store = arena.store
         self._sums: dict[tuple[int, int, int], torch.Tensor] = {}
         self._bound = False
@@ -103,6 +84,20 @@ class Stage:
     @property
     def layers(self) -> range:
         return range(*self.task.layers)
+
+    @property
+    def publications(self) -> list[Publication]:
+        """What has not been announced yet, since it is on its way to the host."""
+        return self._outbox.waiting
+
+    @property
+    def own(self) -> list[Extent]:
+        """What it has allocated."""
+        return self._outbox.own
+
+    def take_published(self) -> list[Any]:
+        """Events of what has come to the host since the last call."""
+        return self._outbox.take()
 
     def run(self, work: RunMicrobatch) -> None:
         """Launch one micro-batch. Raises what the user's code raises; `place` says where."""
@@ -128,6 +123,7 @@ class Stage:
         return now
 
     def _bind(self, call: CallMsg) -> None:
+        self._bound = True  # in part at first: also what fails half-way has to be released
         modes = dict(call.context.get("modes", ()))
         slabs = {unit: copy.wait() for unit, copy in self.weights.items()}
         for position in self.layers:
@@ -135,7 +131,6 @@ class Stage:
             layer.start_slot()
             layer.bind_parameters(slabs, with_gradients=self.task.kind in ("fused", "backward"))
             layer.set_modes(call.training, modes.get(position))
-        self._bound = True
 
     # --- the four kinds
 
@@ -153,102 +148,94 @@ class Stage:
             self._publish_value(("out", self.task.call, self._m), value, entered, "output")
         else:
             loss, metrics = self._loss(value)
-            self._publish_loss(loss, metrics)
+            self._outbox.add_loss(self._m, loss, metrics)
 
     def _fused(self) -> None:
-        if self._now.weights[self._m] == 0:
-            entered = self._enter(self._key("act", self.task.layers[0]), with_gradients=False)
-            self._run_layers(entered, self.layers, "forward", commit=True, publish=False)
-            self._publish_loss(torch.zeros((), device=self._transfers.device), {})
-            return
-        start, stop = self.task.layers
-        if self._model.msg.recompute == "layer" and stop - start > 1:
-            self._fused_by_layer()
-            return
-        entered = self._enter(self._key("act", start), with_gradients=True)
-        value = self._run_layers(entered, self.layers, "forward", commit=True, publish=False)
-        self._backward_from_loss(value)
-        self._finish_backward(entered, self.layers, last=True)
+        segments = self._segments("forward", commit=True)
+        grads = self._end_of_forward(segments.pop())
+        if self._now.weights[self._m] != 0:
+            self._backward_through(segments, grads)
 
-    def _fused_by_layer(self) -> None:
-        """Grain "layer": forward keeps each layer's input on the device, backward recomputes layer by layer."""
-        start, stop = self.task.layers
-        kept: list[tuple[bytes, list[torch.Tensor], list[bool]]] = []
-        first = self._enter(self._key("act", start), with_gradients=False)
-        value = first.value
-        for position in range(start, stop - 1):
-            kept.append(self._keep(value, position, first))
-            value = self._run_layers(
-                _Entered(value), range(position, position + 1), "forward", commit=True, publish=False
-            )
-        skeleton, tensors, flags = self._keep(value, stop - 1, first)
-        entered = self._enter_tensors(skeleton, tensors, flags)
-        value = self._run_layers(entered, range(stop - 1, stop), "forward", commit=True, publish=False)
-        self._backward_from_loss(value)
-        grads = self._finish_backward(entered, range(stop - 1, stop), last=False)
-        for position in reversed(range(start, stop - 1)):
-            entered = self._enter_tensors(*kept.pop())
-            value = self._run_layers(entered, range(position, position + 1), "recompute", commit=False, publish=False)
-            self._backward_from(value, grads)
-            grads = self._finish_backward(entered, range(position, position + 1), last=position == start)
+    def _end_of_forward(self, segment: Segment) -> list[torch.Tensor | None]:
+        """Forward, loss and backward of the deepest segment; returns the gradients of its input."""
+        entered = segment.enter()
+        value = self._run_layers(entered, segment.layers, "forward", commit=True, publish=False)
+        if self._now.weights[self._m] == 0:
+            self._outbox.add_loss(self._m, torch.zeros((), device=self._transfers.device), {})
+            return []
+        self._backward_from_loss(value, segment)
+        return self._finish_backward(entered, segment.layers)
 
     def _backward(self) -> None:
-        start, stop = self.task.layers
-        payload = self._inputs["agrad", self.task.call, self._m, stop]
-        flags = self._store.skeleton(payload)
-        grads: list[torch.Tensor | None] = [None] * len(flags)
+        if self._model.msg.recompute == "layer":  # the inputs of the inner layers are in host memory
+            segments = [
+                Segment(range(p, p + 1), partial(self._enter, self._key("act", p), with_gradients=True))
+                for p in self.layers
+            ]
+        else:
+            segments = self._segments("recompute", commit=False)
+        payload = self._inputs["agrad", self.task.call, self._m, self.task.layers[1]]
         uploads = iter([self._upload(handle) for handle in payload.tensors])
-        for index, present in enumerate(flags):
-            if present:
-                grads[index] = next(uploads).wait()
-        segments = [self.layers]
-        if self._model.msg.recompute == "layer":
-            segments = [range(position, position + 1) for position in reversed(self.layers)]
-        for segment in segments:
-            entered = self._enter(self._key("act", segment.start), with_gradients=True)
-            value = self._run_layers(entered, segment, "recompute", commit=False, publish=False)
-            self._backward_from(value, grads)
-            grads = self._finish_backward(entered, segment, last=segment.start == start)
+        flags = self._store.skeleton(payload)
+        self._backward_through(segments, [next(uploads).wait() if present else None for present in flags])
+
+    def _backward_through(self, segments: list[Segment], grads: list[torch.Tensor | None]) -> None:
+        """Run segments again and backward, deepest first; `grads` are those of the last one's outputs."""
+        while segments:
+            grads = self._backward_of(segments.pop(), grads)
+
+    def _backward_of(self, segment: Segment, grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        # a function of its own: when it returns, nothing of the segment is alive but the gradients of its input
+        entered = segment.enter()
+        value = self._run_layers(entered, segment.layers, "recompute", commit=False, publish=False)
+        self._backward_from(value, grads, segment)
+        return self._finish_backward(entered, segment.layers)
+
+    def _segments(self, phase: str, *, commit: bool) -> list[Segment]:
+        """The slot's layers, cut into segments: one, or each layer.
+
+        By layer, all layers but the last run here, each with a graph that goes when the next one starts, so that
+        each segment knows its input. The first one's is uploaded again, inner ones' are kept on the device.
+        """
+        start, stop = self.task.layers
+        enter = partial(self._enter, self._key("act", start), with_gradients=True)
+        if stop - start == 1 or not (self.by_layer or self._model.msg.recompute == "layer"):
+            return [Segment(self.layers, enter)]
+        segments = [Segment(range(start, start + 1), enter)]
+        value = enter().value
+        for position in range(start + 1, stop):
+            before = range(position - 1, position)
+            value = self._run_layers(Entered(value), before, phase, commit=commit, publish=False)
+            skeleton, tensors, flags = self._cut(value, position)
+            # a layer may change its input in place; the last one takes it as it is, since it runs only once
+            kept = tensors if position == stop - 1 else [tensor.clone() for tensor in tensors]
+            segments.append(Segment(range(position, position + 1), partial(enter_tensors, skeleton, kept, flags)))
+            value = enter_tensors(skeleton, tensors, flags).value
+        return segments
+
+    def _cut(self, value: Any, position: int) -> tuple[bytes, list[torch.Tensor], list[bool]]:
+        """A layer's input without the graph that made it: skeleton, tensors, which of them want gradients."""
+        skeleton, tensors = self._take_apart(value, position)
+        return skeleton, [tensor.detach() for tensor in tensors], [tensor.requires_grad for tensor in tensors]
 
     # --- entering a segment
 
-    def _enter(self, key: Key, *, with_gradients: bool) -> _Entered:
+    def _enter(self, key: Key, *, with_gradients: bool) -> Entered:
         payload = self._inputs[key]
         copies = [self._upload(handle) for handle in payload.tensors]
         skeleton = self._store.skeleton(payload)
         flags = payload.needs_grad if with_gradients else (False,) * len(copies)
-        entered = self._enter_tensors(skeleton, [copy.wait() for copy in copies], flags)
+        entered = enter_tensors(skeleton, [copy.wait() for copy in copies], flags)
         for tensor, handle, flag in zip(entered.tensors, payload.tensors, payload.needs_grad, strict=True):
             entered.handles[id(tensor)] = (handle, flag, tensor._version)
         return entered
-
-    def _enter_tensors(self, skeleton: bytes, tensors: Sequence[torch.Tensor], flags: Sequence[bool]) -> _Entered:
-        leaves = [
-            tensor.detach().requires_grad_() if flag else None for tensor, flag in zip(tensors, flags, strict=True)
-        ]
-        entrances = [
-            tensor if leaf is None else _Entrance.apply(leaf) for tensor, leaf in zip(tensors, leaves, strict=True)
-        ]
-        return _Entered(put_together(skeleton, entrances), entrances, leaves)
-
-    def _keep(self, value: Any, position: int, first: _Entered) -> tuple[bytes, list[torch.Tensor], list[bool]]:
-        """A copy of a layer's input that nothing can change, with the flags of those that want a gradient."""
-        skeleton, tensors = self._take_apart(value, position)
-        flags = []
-        for tensor in tensors:
-            known = first.handles.get(id(tensor))
-            if known is not None and known[2] == tensor._version:
-                flags.append(known[1])
-            else:
-                flags.append(self._wants_gradient(tensor, position))
-        return skeleton, [tensor.detach().clone() for tensor in tensors], flags
 
     def _wants_gradient(self, tensor: torch.Tensor, position: int) -> bool:
         return position > self._model.first_trainable and (tensor.is_floating_point() or tensor.is_complex())
 
     # --- running layers
 
-    def _run_layers(self, entered: _Entered, layers: range, phase: str, *, commit: bool, publish: bool) -> Any:
+    def _run_layers(self, entered: Entered, layers: range, phase: str, *, commit: bool, publish: bool) -> Any:
         """Run consecutive layers; `commit`: this is the one forward that updates buffers."""
         value, call = entered.value, self._now
         wanted = dict(self.task.publish) if publish else {}
@@ -307,21 +294,21 @@ class Stage:
         skeleton = self._store.skeleton(payload)
         return put_together(skeleton, [self._upload(handle).wait() for handle in payload.tensors])
 
-    def _backward_from_loss(self, value: Any) -> None:
+    def _backward_from_loss(self, value: Any, segment: Segment) -> None:
         since = self._transfers.mark()
         loss, metrics = self._loss(value)
-        self._publish_loss(loss.detach(), metrics)
+        self._outbox.add_loss(self._m, loss.detach(), metrics)
         numerator, denominator = self._now.coefficients[self._m]
         scaled = loss / denominator if numerator == 1 else loss * numerator / denominator
         if self._now.scale != 1:
             scaled = scaled * self._now.scale
         self._backward_began = self._mark("loss", len(self._model.layers), len(self._model.layers), since)
         if scaled.requires_grad:
-            self.place = Place("backward", self._only_layer, self._m)
+            self.place = Place("backward", segment.only_layer, self._m)
             scaled.backward()
 
-    def _backward_from(self, value: Any, grads: list[torch.Tensor | None]) -> None:
-        _, tensors = self._take_apart(value, self.place.layer + 1)
+    def _backward_from(self, value: Any, grads: list[torch.Tensor | None], segment: Segment) -> None:
+        _, tensors = self._take_apart(value, segment.layers.stop)
         if len(tensors) != len(grads):
             raise ConfigError(
                 f"recompute gave {len(tensors)} tensors where forward gave {len(grads)}: the layer's output depends on "
@@ -330,14 +317,10 @@ class Stage:
         pairs = [(t, g) for t, g in zip(tensors, grads, strict=True) if g is not None and t.requires_grad]
         self._backward_began = self._transfers.mark()
         if pairs:
-            self.place = Place("backward", self._only_layer, self._m)
+            self.place = Place("backward", segment.only_layer, self._m)
             torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
 
-    @property
-    def _only_layer(self) -> int:
-        return self.layers.start if len(self.layers) == 1 else -1
-
-    def _finish_backward(self, entered: _Entered, layers: range, *, last: bool) -> list[torch.Tensor | None]:
+    def _finish_backward(self, entered: Entered, layers: range) -> list[torch.Tensor | None]:
         """Add up the parameters' gradients; return those of the segment's input, published where it is the slot's."""
         for position in layers:
             for (unit, index), parameter in self._model.layers[position].parameters.items():
@@ -346,10 +329,10 @@ class Stage:
                     parameter.grad = None
         self._mark("backward", layers.start, layers.stop, self._backward_began)
         grads = [None if leaf is None else leaf.grad for leaf in entered.leaves]
-        if last and self.task.grad_to:
+        if layers.start == self.task.layers[0] and self.task.grad_to:
             present = [grad for grad in grads if grad is not None]
             skeleton = bytes(grad is not None for grad in grads)
-            self._publish(self._key("agrad", self.task.layers[0]), skeleton, present, (False,) * len(present))
+            self._outbox.add_value(self._key("agrad", self.task.layers[0]), skeleton, present, (False,) * len(present))
         return grads
 
     def _add(self, position: int, unit: int, index: int, grad: torch.Tensor) -> None:
@@ -372,11 +355,51 @@ class Stage:
 
     def release(self) -> None:
         """Let go of the weights; what is being copied stays alive with its copies."""
-        if self._bound:
-            for position in self.layers:
-                self._model.layers[position].release_parameters()
-        self._bound = False
+        self._unbind()
         self.weights = {}
+
+    def drop(self) -> None:
+        """Give the slot up, also in the middle of a micro-batch: nothing that it computed stays on the device.
+
+        The weights stay until they have arrived: `release` when `weights_arrived`, `end` is reached and
+        `take_published` has emptied `publications`.
+        """
+        self.end = self._transfers.mark()
+        self._unbind()
+        self._sums.clear()
+        self._inputs = {}
+        self.failure = None  # its frames
+
+    def _unbind(self) -> None:
+        """Take parameters, their gradients and buffers (a graph may hang on them) out of the modules."""
+        if not self._bound:
+            return
+        self._bound = False
+        for position in self.layers:
+            layer = self._model.layers[position]
+            layer.release_parameters()
+            if layer.spec.buffers:
+                layer.bind_buffers(_NO_BUFFERS, lambda handle: self._upload(handle).wait())
+                layer.start_slot()
+
+    def explain(self, err: BaseException, device_name: str) -> torch.OutOfMemoryError:
+        """What the user is told of an error that is out of memory; call it while the frames of `err` are there."""
+        place, call = self.place, self._call
+        layer = ""
+        if place.layer >= 0:
+            spec = self._model.msg.layers[place.layer]
+            layer = f"layer {place.layer} {spec.name} ({spec.class_name})"
+        return explain(
+            err,
+            phase=place.phase,
+            layer=layer,
+            stage=self.layers,
+            device=device_name,
+            memory=read_memory(self._transfers.device),
+            by_layer=self.by_layer,
+            recompute=self._model.msg.recompute,
+            num_microbatches=0 if call is None else call.num_microbatches,
+        )
 
     def weights_arrived(self) -> bool:
         """Whether no weight is on its way to the device any more."""
@@ -385,24 +408,25 @@ class Stage:
     def _hand_over_sums(self) -> None:
         """Each unit's sums in one slab, rounded once to the gradient dtype."""
         for position in reversed(self.layers):
+            self.place = Place("gradients", position)
             parts, copies = [], []
             for unit in self._model.trainable_units(position):
                 sums = [self._sums.pop((position, unit.index, index), None) for index in range(len(unit.params))]
                 if all(total is None for total in sums):
                     continue
                 offsets, nbytes = gradient_layout(unit)
-                extent = self._allocate(nbytes)
+                extent = self._outbox.allocate(nbytes)
                 slab = torch.empty(nbytes, dtype=torch.uint8, device=self._transfers.device)
                 for total, param, offset in zip(sums, unit.params, offsets, strict=True):
                     if total is not None:
                         view(slab, offset, param.shape, param.grad_dtype).copy_(total)
                 copies.append(self._transfers.download(slab, self._store.bytes_of(extent), "grad"))
                 parts.append(SlabPart(unit.index, extent, tuple(total is not None for total in sums)))
-            self.publications.append(Publication(SlabEvent(self.task.slot, position, tuple(parts)), copies))
+            self._outbox.add(SlabEvent(self.task.slot, position, tuple(parts)), copies)
 
     # --- publishing
 
-    def _publish_value(self, key: Key, value: Any, entered: _Entered, phase: str, *, snapshot: bool = False) -> None:
+    def _publish_value(self, key: Key, value: Any, entered: Entered, phase: str, *, snapshot: bool = False) -> None:
         position = key[3] if key[0] == "act" else len(self._model.layers)
         skeleton, tensors = self._take_apart(value, position)
         reused = {}
@@ -416,7 +440,7 @@ class Stage:
                 flags.append(self._wants_gradient(tensor, position))
         if snapshot:  # the next layer may change the value in place while it is being copied
             tensors = [t if index in reused else t.detach().clone() for index, t in enumerate(tensors)]
-        self._publish(key, skeleton, tensors, tuple(flags), reused)
+        self._outbox.add_value(key, skeleton, tensors, tuple(flags), reused)
 
     def _publish_buffers(self, position: int) -> None:
         key = self._key("buffer", position)
@@ -424,70 +448,14 @@ class Stage:
         handles = put_together(self._store.skeleton(payload), payload.tensors)
         now, changed = self._model.layers[position].buffers_now()
         if not changed and set(now) == set(handles):
-            self.publications.append(Publication(PublishedEvent(self.task.slot, key, payload, ()), []))
+            self._outbox.add(PublishedEvent(self.task.slot, key, payload, ()), [])
             return
         self._model.layers[position].check_changes(changed, cast=self._model.msg.cast)
         values = {name: t if t is None or name not in changed else t.detach().clone() for name, t in now.items()}
         skeleton, tensors = take_apart(values)
         names = {id(tensor): name for name, tensor in values.items()}
         reused = {i: handles[names[id(t)]] for i, t in enumerate(tensors) if names[id(t)] not in changed}
-        self._publish(key, skeleton, tensors, (False,) * len(tensors), reused)
-
-    def _publish(
-        self,
-        key: Key,
-        skeleton: bytes,
-        tensors: Sequence[torch.Tensor],
-        flags: tuple[bool, ...],
-        reused: dict[int, TensorHandle] | None = None,
-    ) -> None:
-        handles, copies, before = [], [], len(self.own)
-        for index, tensor in enumerate(tensors):
-            handle = (reused or {}).get(index)
-            if handle is None:
-                handle = self._room_for(tensor)
-                copies.append(self._transfers.download(tensor.detach(), self._store.tensor(handle), "act"))
-            handles.append(handle)
-        body: bytes | TensorHandle = skeleton
-        if len(skeleton) > MAX_INLINE_SKELETON_BYTES:
-            body = TensorHandle(self._allocate(len(skeleton)), 0, (len(skeleton),), (1,), "uint8")
-            self._store.tensor(body).copy_(torch.frombuffer(bytearray(skeleton), dtype=torch.uint8))
-        payload = Payload(body, tuple(handles), flags)
-        event = PublishedEvent(self.task.slot, key, payload, tuple(self.own[before:]))
-        self.publications.append(Publication(event, copies))
-
-    def _publish_loss(self, loss: torch.Tensor, metrics: dict[str, Any]) -> None:
-        names = tuple(metrics)
-        values = [
-            loss.detach().reshape(()).float(),
-            *(torch.as_tensor(metrics[n]).detach().reshape(()).float() for n in names),
-        ]
-        device = self._transfers.device
-        row = torch.stack([value.to(device) for value in values])
-        extent = self._allocate(row.nbytes)
-        host = view(self._store.bytes_of(extent), 0, row.shape, "float32")
-        self.publications.append(
-            Publication(
-                _PendingLoss(self.task.slot, self._m, host, names, extent), [self._transfers.download(row, host, "act")]
-            )
-        )
-
-    def take_published(self) -> list[Any]:
-        """Events whose copies have come to the host, in order of publication within each kind of copy."""
-        ready: list[Publication] = []
-        waiting: list[Publication] = []
-        for publication in self.publications:
-            (ready if publication.done() else waiting).append(publication)
-        self.publications = waiting
-        return [self._resolve(publication.event) for publication in ready]
-
-    def _resolve(self, event: Any) -> Any:
-        if not isinstance(event, _PendingLoss):
-            return event
-        loss, *metrics = event.host.tolist()
-        self.own.remove(event.extent)
-        self._arena.free(event.extent)  # never left this process
-        return LossEvent(event.slot, event.microbatch, loss, dict(zip(event.names, metrics, strict=True)))
+        self._outbox.add_value(key, skeleton, tensors, (False,) * len(tensors), reused)
 
     # --- small things
 
@@ -501,18 +469,6 @@ class Stage:
 
     def _upload(self, handle: TensorHandle) -> Copy:
         return self._transfers.upload(self._store.tensor(handle), "act")
-
-    def _allocate(self, nbytes: int) -> Extent:
-        extent = self._arena.allocate(nbytes)
-        self.own.append(extent)
-        return extent
-
-    def _room_for(self, tensor: torch.Tensor) -> TensorHandle:
-        shape = tuple(tensor.shape)
-        dense = torch.empty_like(tensor, memory_format=torch.preserve_format, device="meta").stride()
-        extent = self._allocate(tensor.numel() * tensor.element_size())
-        stride = dense if tensor.numel() else contiguous_stride(shape)
-        return TensorHandle(extent, 0, shape, tuple(stride), dtype_name(tensor.dtype))
 
     def _take_apart(self, value: Any, position: int) -> tuple[bytes, list[torch.Tensor]]:
         if type(value) is torch.Tensor and value.layout is torch.strided:
@@ -531,12 +487,3 @@ class Stage:
                     f"{where} returned a {type(tensor).__name__} of {tensor.layout}, which cannot cross processes"
                 )
         return skeleton, tensors
-
-
-@dataclass
-class _PendingLoss:
-    slot: int
-    microbatch: int
-    host: torch.Tensor
-    names: tuple[str, ...]
-    extent: Extent

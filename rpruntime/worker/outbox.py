@@ -1,0 +1,123 @@
+"""What a slot writes to host memory: each event waits for the copies that it announces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rpruntime.store.arena import Arena, contiguous_stride, dtype_name, view
+from rpruntime.store.handle import MAX_INLINE_SKELETON_BYTES, Extent, Payload, TensorHandle
+from rpruntime.wire.messages import Key
+from rpruntime.worker.machine import LossEvent, PublishedEvent
+from rpruntime.worker.transfers import Copy, Transfers
+
+
+@dataclass
+class Publication:
+    """An event that waits for its copies."""
+
+    event: Any
+    copies: list[Copy]
+
+    def done(self) -> bool:
+        return all(copy.done() for copy in self.copies)
+
+
+@dataclass
+class _PendingLoss:
+    microbatch: int
+    host: torch.Tensor
+    names: tuple[str, ...]
+    extent: Extent
+
+
+class Outbox:
+    """Of one slot.
+
+    Args:
+        slot: its number, for the events.
+        transfers: copies from the device.
+        arena: where they go.
+    """
+
+    def __init__(self, slot: int, transfers: Transfers, arena: Arena) -> None:
+        self._slot = slot
+        self._transfers = transfers
+        self._arena = arena
+        self._store = arena.store
+        self.waiting: list[Publication] = []
+        self.own: list[Extent] = []
+        """All that was allocated for the slot and is not freed."""
+
+    def add(self, event: Any, copies: list[Copy]) -> None:
+        """Announce something when its copies are there."""
+        self.waiting.append(Publication(event, copies))
+
+    def allocate(self, nbytes: int) -> Extent:
+        """Room in the arena."""
+        extent = self._arena.allocate(nbytes)
+        self.own.append(extent)
+        return extent
+
+    def add_value(
+        self,
+        key: Key,
+        skeleton: bytes,
+        tensors: Sequence[torch.Tensor],
+        flags: tuple[bool, ...],
+        reused: dict[int, TensorHandle] | None = None,
+    ) -> None:
+        """Publish a value under `key`; tensor i of `reused` lies in host memory already."""
+        handles, copies, before = [], [], len(self.own)
+        for index, tensor in enumerate(tensors):
+            handle = (reused or {}).get(index)
+            if handle is None:
+                handle = self._room_for(tensor)
+                copies.append(self._transfers.download(tensor.detach(), self._store.tensor(handle), "act"))
+            handles.append(handle)
+        body: bytes | TensorHandle = skeleton
+        if len(skeleton) > MAX_INLINE_SKELETON_BYTES:
+            body = TensorHandle(self.allocate(len(skeleton)), 0, (len(skeleton),), (1,), "uint8")
+            self._store.tensor(body).copy_(torch.frombuffer(bytearray(skeleton), dtype=torch.uint8))
+        payload = Payload(body, tuple(handles), flags)
+        self.add(PublishedEvent(self._slot, key, payload, tuple(self.own[before:])), copies)
+
+    def add_loss(self, microbatch: int, loss: torch.Tensor, metrics: dict[str, Any]) -> None:
+        """Tell a loss [] and its metrics (one element each) as numbers."""
+        names = tuple(metrics)
+        values = [
+            loss.detach().reshape(()).float(),
+            *(torch.as_tensor(metrics[n]).detach().reshape(()).float() for n in names),
+        ]
+        device = self._transfers.device
+        row = torch.stack([value.to(device) for value in values])
+        extent = self.allocate(row.nbytes)
+        host = view(self._store.bytes_of(extent), 0, row.shape, "float32")
+        self.add(_PendingLoss(microbatch, host, names, extent), [self._transfers.download(row, host, "act")])
+
+    def take(self) -> list[Any]:
+        """Events whose copies have come to the host, in order of publication within each kind of copy."""
+        ready: list[Publication] = []
+        waiting: list[Publication] = []
+        for publication in self.waiting:
+            (ready if publication.done() else waiting).append(publication)
+        self.waiting = waiting
+        return [self._resolve(publication.event) for publication in ready]
+
+    def _resolve(self, event: Any) -> Any:
+        if not isinstance(event, _PendingLoss):
+            return event
+        loss, *metrics = event.host.tolist()
+        self.own.remove(event.extent)
+        self._arena.free(event.extent)  # never left this process
+        return LossEvent(self._slot, event.microbatch, loss, dict(zip(event.names, metrics, strict=True)))
+
+    def _room_for(self, tensor: torch.Tensor) -> TensorHandle:
+        shape = tuple(tensor.shape)
+        dense = torch.empty_like(tensor, memory_format=torch.preserve_format, device="meta").stride()
+        extent = self.allocate(tensor.numel() * tensor.element_size())
+        stride = dense if tensor.numel() else contiguous_stride(shape)
+        return TensorHandle(extent, 0, shape, tuple(stride), dtype_name(tensor.dtype))
