@@ -162,3 +162,141 @@ def test_a_fixed_plan_never_changes() -> None:
     assert run(tuner, range(FIRST_LOOK + 2 * REPLAN_INTERVAL), [1.0] * 5 + [9.0]) == []
     assert tuner.plan is plan
     assert tuner.forward_ms == [0.0] * 6
+
+
+# --- out of memory
+
+
+def stages(plan: ExecutionPlan) -> list[range]:
+    return [*plan.forward, *plan.backward]
+
+
+def fails(tuner: Tuner, iteration: int, *failed: range, asynchronous: bool = False) -> str:
+    """A slot over each of these does not fit; the news of the next iteration."""
+    for layers in failed:
+        tuner.out_of_memory(layers)
+    tuner.before_iteration(iteration, MICROBATCHES, asynchronous=asynchronous)
+    news, tuner.news = tuner.news, ""
+    return news
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_after_out_of_memory_the_next_iteration_has_a_plan_under_a_smaller_limit(asynchronous: bool) -> None:
+    tuner = Tuner(8, 1, memory_bytes=10 << 30)
+    run(tuner, range(FIRST_LOOK + 1), [1.0] * 8, asynchronous=asynchronous, peak=1 << 30)
+    assert tuner.plan.num_stages == 1  # 8 GiB by measurement, 9 allowed
+    news = fails(tuner, FIRST_LOOK + 1, range(8), asynchronous=asynchronous)
+    assert max(map(len, stages(tuner.plan))) <= 6, "0.8 of 8 GiB hold 6 layers"
+    plan = tuner.plan
+    assert news == (
+        f"out of device memory in layers 0 to 7: now {plan.num_stages} stages ({len(plan.forward)} forward, "
+        f"{len(plan.backward)} backward) of at most 6.4 GiB"
+    )
+    # the limit stays: later looks do not go back
+    later = range(FIRST_LOOK + 2, FIRST_LOOK + 2 + 3 * REPLAN_INTERVAL)
+    run(tuner, later, [1.0] * 8, asynchronous=asynchronous, peak=1 << 30)
+    assert max(map(len, stages(tuner.plan))) <= 6
+
+
+def test_the_limit_is_never_below_the_largest_layer_and_one_layer_a_stage_is_the_end() -> None:
+    tuner = Tuner(6, 1, memory_bytes=10_000)
+    run(tuner, range(FIRST_LOOK + 1), [1.0] * 6, peak=1000)
+    tuner.observe(spans(range(2, 3)), 5000)
+    iteration = FIRST_LOOK
+    while max(map(len, stages(tuner.plan))) > 1:
+        iteration += 1
+        before = tuner.plan
+        largest = max(stages(before), key=len)
+        assert fails(tuner, iteration, largest)
+        assert largest not in stages(tuner.plan)
+        assert iteration < FIRST_LOOK + 20
+    assert tuner._limit() == 5000
+    plan = tuner.plan
+    news = fails(tuner, iteration + 1, range(2, 3))
+    assert news.startswith("out of device memory in layer 2: no smaller stage is possible, so the plan stays; ")
+    assert "num_microbatches" in news
+    assert tuner.plan is plan
+    assert fails(tuner, iteration + 2, range(2, 3)) == "", "once is enough"
+
+
+def test_a_failed_stage_that_is_not_the_largest_goes_too() -> None:
+    tuner = Tuner(6, 2)
+    for layer, peak in enumerate([1000, 1000, 50, 50, 2000, 2000]):
+        tuner.observe(spans(range(layer, layer + 1)), peak)
+    tuner.plan = ExecutionPlan([range(0, 2), range(2, 4)], [range(4, 6), range(2, 4), range(0, 2)])
+    fails(tuner, FIRST_LOOK, range(2, 4))
+    assert not any(stage.start <= 2 and stage.stop >= 4 for stage in stages(tuner.plan))
+
+
+@pytest.mark.parametrize("num_devices", [1, 3])
+@pytest.mark.parametrize("count", [2, 5, 8])
+def test_without_measured_memory_the_failed_stage_is_cut(count: int, num_devices: int) -> None:
+    tuner = Tuner(count, num_devices)
+    run(tuner, range(FIRST_LOOK + 1), [1.0] * count)
+    iteration, seen = FIRST_LOOK, [tuner.plan.num_stages]
+    while max(map(len, stages(tuner.plan))) > 1:
+        iteration += 1
+        largest = max(stages(tuner.plan), key=len)
+        news = fails(tuner, iteration, largest)
+        assert news.startswith(f"out of device memory in layers {largest.start} to {largest.stop - 1}: now ")
+        assert "GiB" not in news
+        assert not any(s.start <= largest.start and largest.stop <= s.stop for s in stages(tuner.plan))
+        tuner.plan.check_covers(count)
+        seen.append(tuner.plan.num_stages)
+        # a later look does not put the stage together again
+        again = range(iteration + 1, iteration + 2 * REPLAN_INTERVAL)
+        run(tuner, again, [1.0] * count)
+        iteration = again.stop
+        assert not any(s.start <= largest.start and largest.stop <= s.stop for s in stages(tuner.plan))
+    assert seen[-1] == 2 * count - 1
+
+
+@pytest.mark.parametrize(
+    "failed, wanted",
+    [
+        (range(0, 2), ExecutionPlan([range(0, 1), range(1, 2), range(2, 4)], [range(4, 8), range(2, 4), range(1, 2),
+                                    range(0, 1)])),
+        (range(4, 8), ExecutionPlan([range(0, 2), range(2, 4), range(4, 6)], [range(6, 8), range(4, 6), range(2, 4),
+                                    range(0, 2)])),
+    ],
+)  # fmt: skip
+def test_the_plan_is_cut_where_no_better_one_is_known(
+    failed: range, wanted: ExecutionPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuner = Tuner(8, 2)
+    tuner.plan = ExecutionPlan([range(0, 2), range(2, 4)], [range(4, 8), range(2, 4), range(0, 2)])
+    monkeypatch.setattr(tuner, "_best", lambda *_, **__: None)
+    fails(tuner, 0, failed)
+    assert tuner.plan == wanted
+
+
+def test_failures_of_iterations_that_were_under_way_change_nothing_more() -> None:
+    tuner = Tuner(8, 1)
+    run(tuner, range(FIRST_LOOK + 1), [1.0] * 8)
+    assert fails(tuner, FIRST_LOOK + 1, range(8), range(8))
+    plan = tuner.plan
+    assert fails(tuner, FIRST_LOOK + 2, range(8)) == ""
+    assert tuner.plan is plan
+
+
+def test_a_layer_that_failed_alone_is_never_put_together_with_others() -> None:
+    tuner = Tuner(6, 1)
+    assert "layer 2: no smaller stage" in fails(tuner, 0, range(2, 3))
+    run(tuner, range(1, FIRST_LOOK + 2), [1.0] * 6)
+    assert {len(stage) for stage in stages(tuner.plan) if 2 in stage} == {1}
+    assert max(map(len, stages(tuner.plan))) > 1
+
+
+def test_a_peak_of_a_stage_that_ran_layer_by_layer_is_no_layers_own() -> None:
+    tuner = Tuner(3, 1)
+    tuner.observe([*spans(range(1)), *spans(range(1, 2))], 7000)
+    assert tuner._peak == [0, 0, 0]
+    tuner.observe(spans(range(1, 2)), 3000)
+    assert tuner._peak == [0, 3000, 0]
+
+
+def test_a_fixed_plan_stays_also_out_of_memory() -> None:
+    plan = ExecutionPlan([], [range(6)])
+    tuner = Tuner(6, 2, fixed=plan)
+    assert fails(tuner, 3, range(6)) == ""
+    assert tuner.plan is plan
