@@ -6,6 +6,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+from rpruntime.status import Status
 from rpruntime.store.limits import cgroup_folders, gib, read_cgroup, read_host_memory
 
 NUM_LOG_LINES = 12
@@ -57,6 +58,25 @@ def describe_end(returncode: int, before: OomCounter, root: Path = Path("/")) ->
     return text
 
 
+def describe_place(status: Status | None) -> str:
+    """What a worker was doing: "backward of layer 3, micro-batch 2 (slot 12)"; "" if nothing, or nobody knows.
+
+    Layers count from 0 and micro-batches from 1, as in the report of an exception.
+    """
+    if status is None:
+        return ""
+    place = status.phase
+    if status.layer >= 0:
+        place += f" of layer {status.layer}" if place else f"layer {status.layer}"
+    if status.microbatch >= 0:
+        place += (", " if place else "") + f"micro-batch {status.microbatch + 1}"
+    slots = ", ".join(map(str, status.slots))
+    if not slots:
+        return place
+    slots = f"slot{'s' * (len(status.slots) > 1)} {slots}"
+    return f"{place} ({slots})" if place else slots
+
+
 def signal_name(number: int) -> str:
     """SIGSEGV for 11."""
     try:
@@ -65,12 +85,12 @@ def signal_name(number: int) -> str:
         return "unknown signal"
 
 
-def last_lines(log_file: Path, count: int = NUM_LOG_LINES) -> list[str]:
-    """The end of a log, without empty lines."""
+def last_lines(log_file: Path, count: int = NUM_LOG_LINES, *, start: int = 0) -> list[str]:
+    """The end of a log, without empty lines and without the first `start` bytes, which are another process's."""
     try:
         with log_file.open("rb") as file:
             file.seek(0, 2)
-            file.seek(max(0, file.tell() - 16384))
+            file.seek(max(start, file.tell() - 16384))
             text = file.read().decode(errors="replace")
     except OSError:
         return []

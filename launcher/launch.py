@@ -15,7 +15,9 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from launcher.hangs import HangWatch, Kill
 from launcher.plan import Plan
+from launcher.restarts import Deaths, Follows, Lost, Restart, Retire, died_msg
 from launcher.screen import LogFollower, Screen, WaitNotice
 from launcher.session import SessionFolder
 from launcher.supervisor import Ended, ReadyProc, Supervisor
@@ -30,7 +32,6 @@ from rpruntime.wire.messages import (
     HelloMsg,
     ReadyMsg,
     RefusedMsg,
-    RoleDiedMsg,
     RoleReadyMsg,
     ShutdownMsg,
     StartFailedMsg,
@@ -56,13 +57,16 @@ class Launcher:
         self._segments: SegmentServer | None = None
         self._mailbox: Mailbox | None = None
         self._supervisor = Supervisor(self.folder)
-        self._notice = WaitNotice(screen, time.monotonic())
+        self._notice = WaitNotice(screen)
+        # The run goes on meanwhile, and the line about the death has said that a replacement starts.
+        self._replacement_notice = WaitNotice(screen, "the replacement of ", (10.0, 20.0, 40.0))
+        self._deaths = Deaths(plan.config["max_restarts"])
+        self._hangs = HangWatch(plan.config["hang_timeout"])
         self._follower = LogFollower(screen)
         # The controller's (pid, start time) while one is attached.
         self._controller: tuple[int, int | None] | None = None
-        self._failed_reasons: dict[str, str] = {}
-        self.casualties: list[Ended] = []
-        """Children that ended without being asked to."""
+        # Why a process could not start, in its own words, by role and incarnation.
+        self._failed_reasons: dict[tuple[str, int], str] = {}
         self.shutdown_asked = False
 
     def start(self) -> None:
@@ -92,7 +96,10 @@ class Launcher:
         for ended in self._supervisor.reap():
             self._on_ended(ended)
         if not self._supervisor.stopping:
-            self._notice.tick(time.monotonic(), self._supervisor.unready())
+            self._notice.tick(time.monotonic(), self._supervisor.unready(replacements=False))
+            self._replacement_notice.tick(time.monotonic(), self._supervisor.unready(replacements=True))
+            if self._hangs.is_due():
+                self._look_for_hangs()
         self._follower.copy()
         return set(extra_fds) & set(readable)
 
@@ -106,10 +113,10 @@ class Launcher:
             self._segments.close()
         self._follower.copy(last=True)
         self._supervisor.close()
-        for ended in self.casualties:
-            on = f" on {ended.device}" if ended.device else ""
-            who = f"{ended.role}{on} (pid {ended.pid})"
-            self._screen.warn(f"rpruntime: {who} ended early: {ended.reason}; log {ended.log_file}")
+        for line in self._deaths.restarts():
+            self._screen.say(f"rpruntime: {line}")
+        for line in self._deaths.casualties():
+            self._screen.warn(f"rpruntime: {line}")
         self.folder.remove()
 
     def _run_ladder(self, at_once: bool) -> None:
@@ -149,16 +156,16 @@ class Launcher:
     def _on_message(self, msg: Any) -> None:
         assert self._mailbox is not None
         if isinstance(msg, HelloMsg):
-            self._supervisor.on_hello(msg.role, msg.incarnation)
             if msg.protocol != PROTOCOL_VERSION:
-                self._failed_reasons[msg.role] = _protocol_reason(msg.protocol)
+                self._failed_reasons[msg.role, msg.incarnation] = _protocol_reason(msg.protocol)
                 self._mailbox.send(msg.role, ShutdownMsg(_protocol_reason(msg.protocol)))
         elif isinstance(msg, ReadyMsg):
-            if self._supervisor.on_ready(msg.role, msg.incarnation, msg.info):
-                self._tell_controller(RoleReadyMsg(msg.role, msg.incarnation, msg.info))
+            ready = self._supervisor.on_ready(msg.role, msg.incarnation, msg.info)
+            if ready is not None:
+                self._tell_controller(RoleReadyMsg(ready.role, ready.incarnation, ready.info))
                 self._save()
         elif isinstance(msg, StartFailedMsg):
-            self._failed_reasons[msg.role] = msg.reason
+            self._failed_reasons[msg.role, msg.incarnation] = msg.reason
         elif isinstance(msg, AttachMsg):
             self._on_attach(msg)
         elif isinstance(msg, ShutdownMsg):
@@ -178,34 +185,59 @@ class Launcher:
         ready = {r: p.info for r, p in self._supervisor.procs.items() if isinstance(p, ReadyProc)}
         names = tuple(device.name for device in self._plan.devices)
         self._mailbox.send("controller", AttachedMsg(self.folder.name, names, ready, self.folder.config))
-        for ended in self.casualties:
-            self._tell_controller(_died(ended))
+        for died in self._deaths.messages():
+            self._tell_controller(died)
 
     def _on_ended(self, ended: Ended) -> None:
         if ended.expected:
             return
-        if ended.returncode == EXIT_START_FAILED:
-            self._wait_for_reason(ended.role)
-        reason = self._failed_reasons.pop(ended.role, ended.reason)
-        if ended.returncode > 0 and reason is ended.reason and ended.lines:
-            reason = f"{reason}: {ended.lines[-1]}"
-        ended = replace(ended, reason=reason)
-        self.casualties.append(ended)
-        self._tell_controller(_died(ended))
-        if not ended.was_ready:
-            on = f" on {ended.device}" if ended.device else ""
-            self._screen.warn(f"rpruntime: {ended.role}{on} (pid {ended.pid}) did not start: {ended.reason}")
+        ended = replace(ended, reason=self._reason_of(ended))
+        follows = Lost() if self.shutdown_asked else self._deaths.judge(ended)
+        if isinstance(follows, Restart):
+            follows = self._restart(ended, follows)
+        self._deaths.note(ended, follows)
+        self._tell_controller(died_msg(ended, follows))
+        others = any(proc.device is not None for proc in self._supervisor.procs.values())
+        self._screen.warn(f"rpruntime: {self._deaths.line(ended, follows, others=others)}")
+        if isinstance(follows, Lost) and not ended.was_ready:
             for line in ended.lines:
                 self._screen.warn(f"  {line}")
         self._save()
 
-    def _wait_for_reason(self, role: str) -> None:
+    def _restart(self, ended: Ended, follows: Restart) -> Follows:
+        assert self._mailbox is not None
+        device, incarnation = dict(self._plan.roles)[ended.role], ended.incarnation + 1
+        try:
+            self._supervisor.start(ended.role, device, incarnation)
+        except OSError as err:  # the machine has no room for another process
+            self._screen.warn(f"rpruntime: no replacement of {ended.role} can be started: {err}")
+            return Retire(follows.num_recent)
+        self._mailbox.meet(ended.role, incarnation)
+        return follows
+
+    def _reason_of(self, ended: Ended) -> str:
+        key = (ended.role, ended.incarnation)
+        if ended.returncode == EXIT_START_FAILED:
+            self._wait_for_reason(key)
+        told = self._failed_reasons.pop(key, None)
+        if told is not None:
+            return told
+        return f"{ended.reason}: {ended.lines[-1]}" if ended.returncode > 0 and ended.lines else ended.reason
+
+    def _wait_for_reason(self, key: tuple[str, int]) -> None:
         """Its reason was sent before it ended, so it is here or about to be."""
         assert self._mailbox is not None
         deadline = time.monotonic() + _REASON_WAIT_S
-        while role not in self._failed_reasons and time.monotonic() < deadline:
+        while key not in self._failed_reasons and time.monotonic() < deadline:
             for msg in self._mailbox.receive(0.05):
                 self._on_message(msg)
+
+    def _look_for_hangs(self) -> None:
+        for (role, _), verdict in self._hangs.look(self._supervisor.sightings()):
+            if isinstance(verdict, Kill):
+                self._supervisor.kill(role, verdict.reason)
+            else:
+                self._screen.warn(f"rpruntime: {verdict.text}")
 
     def _tell_controller(self, msg: Any) -> None:
         if self._controller is not None and self._mailbox is not None:
@@ -216,26 +248,13 @@ class Launcher:
             role: {
                 "pid": proc.popen.pid,
                 "incarnation": proc.incarnation,
-                "device": proc.device.name if proc.device is not None else "",
+                "device": proc.device_name,
                 "state": "ready" if isinstance(proc, ReadyProc) else "starting",
             }
             for role, proc in self._supervisor.procs.items()
         }
-        for ended in self.casualties:
-            self.folder.roles.setdefault(
-                ended.role,
-                {
-                    "pid": ended.pid,
-                    "incarnation": ended.incarnation,
-                    "device": ended.device,
-                    "state": ended.reason,
-                },
-            )
+        self.folder.roles.update(self._deaths.rows())
         self.folder.save()
-
-
-def _died(ended: Ended) -> RoleDiedMsg:
-    return RoleDiedMsg(ended.role, ended.incarnation, ended.pid, ended.reason)
 
 
 def _protocol_reason(theirs: int) -> str:

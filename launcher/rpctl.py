@@ -148,7 +148,9 @@ def _status(words: list[str]) -> int:
         pids = f"launcher {row['launcher_pid']}, script {row['script_pid']}"
         print(f"{row['name']}   {pids}   logs: {row['log_dir']}/")
         for role in row["roles"]:
-            print(f"  {role['role']:<12} {role['device']:<8} pid {role['pid']:<8} {role['state']}")
+            state = role["state"] + (f": {role['reason']}" if role.get("reason") else "")
+            nth = f" (process {role['incarnation']})" if role["incarnation"] > 1 else ""
+            print(f"  {role['role']:<12} {role['device']:<8} pid {role['pid']:<8} {state}{nth}")
     return 0
 
 

@@ -10,8 +10,6 @@ from typing import TextIO
 from launcher.devices import Device, usable_cores
 from rpruntime.store.limits import HostMemory, gib, memlock_text
 
-_NOTICES_S = (1.7, 5.0, 10.0, 20.0, 40.0)
-
 
 class Screen:
     """Lines for people."""
@@ -87,24 +85,40 @@ def devices_line(devices: tuple[Device, ...], memory: HostMemory) -> str:
 
 
 class WaitNotice:
-    """Says what is being waited for, so that nothing is silent for long, at growing distances."""
+    """Says what is being waited for, so that nothing is silent for long, at growing distances.
 
-    def __init__(self, screen: Screen, now: float) -> None:
+    Args:
+        screen: where.
+        what: goes before the roles, as "the replacement of ".
+        notices_s: when it is said, in seconds of waiting; later ever again after as long as the last.
+    """
+
+    def __init__(
+        self, screen: Screen, what: str = "", notices_s: tuple[float, ...] = (1.7, 5.0, 10.0, 20.0, 40.0)
+    ) -> None:
         self._screen = screen
-        self._began = now
+        self._what = what
+        self._notices_s = notices_s
+        # When the present waiting began; None: nobody is waited for.
+        self._began: float | None = None
         self._said = 0
 
     def tick(self, now: float, roles: list[str]) -> None:
         """Call it often; `roles` are those not ready yet."""
+        if not roles:
+            self._began, self._said = None, 0
+            return
+        if self._began is None:
+            self._began = now
         waited = now - self._began
-        if not roles or waited < self._due():
+        if waited < self._due():
             return
         self._said += 1
-        self._screen.say(f"waiting for {', '.join(roles)} to start ({waited:.0f} s)")
+        self._screen.say(f"waiting for {self._what}{', '.join(roles)} to start ({waited:.0f} s)")
 
     def _due(self) -> float:
-        past = self._said - len(_NOTICES_S) + 1
-        return _NOTICES_S[self._said] if past <= 0 else _NOTICES_S[-1] * (past + 1)
+        past = self._said - len(self._notices_s) + 1
+        return self._notices_s[self._said] if past <= 0 else self._notices_s[-1] * (past + 1)
 
 
 class LogFollower:

@@ -1,8 +1,9 @@
 """Children of the launcher: started, ready or not by type, ended by a ladder, their ends explained.
 
     start -> UnreadyProc -- ReadyMsg --> ReadyProc
-                 |                          |
-                 +---- the kernel says -----+--> Ended (expected or not)
+      ^          |                          |
+      |          +---- the kernel says -----+--> Ended (expected or not)
+      +---- the next incarnation, if the launcher wants one ----+
 
 The ladder at the end: ask (ShutdownMsg), SIGTERM, SIGKILL. A child that is not ready does not read messages
 yet, so it gets SIGTERM at once. Children start from the launcher's main thread only: their parent-death
@@ -25,7 +26,10 @@ from typing import Any
 import rpruntime
 from launcher.devices import Device
 from launcher.ends import OomCounter, describe_end, last_lines
+from launcher.hangs import Process, Sighting, is_stopped
 from launcher.session import SessionFolder
+from rpruntime.status import Status, read, status_path
+from rpruntime.wire.mailbox import socket_path
 
 CHILD_COMMAND_VARIABLE = "RPRUNTIME_CHILD_COMMAND"
 """Replaces `python -m rpruntime.worker` and `.optimizer` (tests, debuggers)."""
@@ -34,27 +38,38 @@ _ROOT = Path(rpruntime.__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True, slots=True)
-class UnreadyProc:
-    """A child that cannot be given work yet."""
+class _Child:
+    """A process that runs. Its log began at byte `log_start`; what is before is its predecessor's."""
 
     role: str
     incarnation: int
     device: Device | None
     popen: subprocess.Popen[bytes]
     log_file: Path
-    said_hello: bool = False
+    log_start: int
+
+    @property
+    def device_name(self) -> str:
+        """Its device's name, "" for the optimizer."""
+        return self.device.name if self.device is not None else ""
+
+    @property
+    def who(self) -> str:
+        """For lines on the screen."""
+        return _who(self.role, self.device_name, self.popen.pid)
 
 
 @dataclass(frozen=True, slots=True)
-class ReadyProc:
+class UnreadyProc(_Child):
+    """A child that cannot be given work yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyProc(_Child):
     """A child that takes work."""
 
-    role: str
-    incarnation: int
-    device: Device | None
-    popen: subprocess.Popen[bytes]
-    log_file: Path
     info: dict[str, Any]
+    """`ReadyMsg.info`, with its incarnation."""
 
 
 Proc = UnreadyProc | ReadyProc
@@ -62,7 +77,10 @@ Proc = UnreadyProc | ReadyProc
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The end of a child, as the kernel reported it. `lines` are the last ones of its log."""
+    """The end of a child, as the kernel reported it.
+
+    `lines` are the last ones of its log, `status` is what a worker was doing.
+    """
 
     role: str
     incarnation: int
@@ -74,6 +92,12 @@ class Ended:
     expected: bool
     log_file: Path
     lines: tuple[str, ...]
+    status: Status | None
+
+    @property
+    def who(self) -> str:
+        """For lines on the screen."""
+        return _who(self.role, self.device, self.pid)
 
 
 class Supervisor:
@@ -84,6 +108,8 @@ class Supervisor:
         self._environ = dict(environ)
         self._death_read, self._death_write = os.pipe()
         self._oom = OomCounter.read()
+        # Why a child was sent SIGKILL by `kill`.
+        self._killed_for: dict[str, str] = {}
         self.procs: dict[str, Proc] = {}
         self.stopping = False
         """From now on a child's end is expected."""
@@ -92,6 +118,7 @@ class Supervisor:
         """Start the process of a role; its output goes to its log."""
         log_file = self._log_file(role)
         with log_file.open("ab") as log:
+            log_start = log.seek(0, os.SEEK_END)
             popen = subprocess.Popen(
                 self._command(role),
                 stdin=subprocess.DEVNULL,
@@ -101,7 +128,7 @@ class Supervisor:
                 pass_fds=(self._death_read,),
                 start_new_session=True,  # so the terminal's Ctrl-C and hang-up do not reach it
             )
-        proc = UnreadyProc(role, incarnation, device, popen, log_file)
+        proc = UnreadyProc(role, incarnation, device, popen, log_file, log_start)
         self.procs[role] = proc
         return proc
 
@@ -134,23 +161,42 @@ class Supervisor:
             environ["RPRUNTIME_DEBUG"] = "1"
         return environ
 
-    def on_hello(self, role: str, incarnation: int) -> None:
-        """A child's first words."""
-        proc = self.procs.get(role)
-        if isinstance(proc, UnreadyProc) and proc.incarnation == incarnation:
-            self.procs[role] = UnreadyProc(role, incarnation, proc.device, proc.popen, proc.log_file, True)
-
-    def on_ready(self, role: str, incarnation: int, info: dict[str, Any]) -> bool:
-        """A child takes work; False if it is no child of ours, or an old one."""
+    def on_ready(self, role: str, incarnation: int, info: dict[str, Any]) -> ReadyProc | None:
+        """A child takes work; None if it is no child of ours, or an old one."""
         proc = self.procs.get(role)
         if not isinstance(proc, UnreadyProc) or proc.incarnation != incarnation:
-            return False
-        self.procs[role] = ReadyProc(role, incarnation, proc.device, proc.popen, proc.log_file, info)
-        return True
+            return None
+        known = (proc.device, proc.popen, proc.log_file, proc.log_start)
+        ready = ReadyProc(role, incarnation, *known, {**info, "incarnation": incarnation})
+        self.procs[role] = ready
+        return ready
 
-    def unready(self) -> list[str]:
-        """Roles that are still starting."""
-        return [role for role, proc in self.procs.items() if isinstance(proc, UnreadyProc)]
+    def unready(self, *, replacements: bool) -> list[str]:
+        """Roles whose first process is still starting, or whose replacement is."""
+        return [
+            role
+            for role, proc in self.procs.items()
+            if isinstance(proc, UnreadyProc) and (proc.incarnation > 1) == replacements
+        ]
+
+    def sightings(self) -> dict[Process, Sighting]:
+        """How the children look."""
+        found: dict[Process, Sighting] = {}
+        for role, proc in self.procs.items():
+            is_ready = isinstance(proc, ReadyProc)
+            # A process that imports torch from a slow disk is silent for long; the launcher says what it waits for.
+            status = read(self._status_path(proc)) if is_ready else None
+            starting = not is_ready and proc.incarnation > 1
+            found[role, proc.incarnation] = Sighting(proc.who, is_stopped(proc.popen.pid), status, starting)
+        return found
+
+    def kill(self, role: str, reason: str) -> None:
+        """SIGKILL a child; `reason` is why it has ended then."""
+        self._killed_for[role] = reason
+        _kill_group(self.procs[role].popen.pid, signal.SIGKILL)
+
+    def _status_path(self, proc: Proc) -> Path:
+        return status_path(self._folder.path, proc.role, proc.incarnation)
 
     def reap(self) -> list[Ended]:
         """Children that have ended since the last call."""
@@ -162,23 +208,33 @@ class Supervisor:
             _kill_group(proc.popen.pid, signal.SIGKILL)
             returncode = proc.popen.wait()
             del self.procs[role]
-            ended.append(
-                Ended(
-                    role,
-                    proc.incarnation,
-                    proc.popen.pid,
-                    proc.device.name if proc.device is not None else "",
-                    returncode,
-                    describe_end(returncode, self._oom),
-                    isinstance(proc, ReadyProc),
-                    self.stopping,
-                    proc.log_file,
-                    tuple(last_lines(proc.log_file)),
-                )
-            )
+            ended.append(self._ended(proc, returncode))
+            # Nobody reads them any more: its page was read just now, its inbox lost its reader.
+            self._status_path(proc).unlink(missing_ok=True)
+            socket_path(self._folder.path, role, proc.incarnation).unlink(missing_ok=True)
         if ended:
             self._oom = OomCounter.read()
         return ended
+
+    def _ended(self, proc: Proc, returncode: int) -> Ended:
+        killed_for = self._killed_for.pop(proc.role, None)
+        if killed_for is None or returncode != -signal.SIGKILL:  # it may have ended by itself just before
+            reason = describe_end(returncode, self._oom)
+        else:
+            reason = killed_for
+        return Ended(
+            role=proc.role,
+            incarnation=proc.incarnation,
+            pid=proc.popen.pid,
+            device=proc.device_name,
+            returncode=returncode,
+            reason=reason,
+            was_ready=isinstance(proc, ReadyProc),
+            expected=self.stopping,
+            log_file=proc.log_file,
+            lines=tuple(last_lines(proc.log_file, start=proc.log_start)),
+            status=read(self._status_path(proc)),
+        )
 
     def signal_all(self, number: signal.Signals, *, unready_only: bool = False) -> None:
         """Send a signal to the children's groups."""
@@ -191,6 +247,11 @@ class Supervisor:
         assert not self.procs, self.procs
         os.close(self._death_read)
         os.close(self._death_write)
+
+
+def _who(role: str, device: str, pid: int) -> str:
+    on = f" on {device}" if device else ""
+    return f"{role}{on} (pid {pid})"
 
 
 def python_command(*words: str) -> list[str]:

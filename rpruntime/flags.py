@@ -61,8 +61,9 @@ FLAGS: tuple[Flag, ...] = (
     Flag("name", None, "text", "session", "name of the session (default: adjective-animal)", "NAME"),
     Flag("log-dir", None, "text", "session", "where the logs go (default: the session's folder)", "DIR"),
     Flag("shutdown-timeout", 10.0, "number", "session", "grace after SIGTERM, then everything is ended", "S"),
-    Flag("max-restarts", 3, "count", "session", "restarts of a process in ten minutes", "N", without_effect=True),
-    Flag("max-task-failures", 2, "count", "session", "tries of one task", "N", without_effect=True),
+    Flag("max-restarts", 2, "count", "session", "a device's restarts in ten minutes, then it is retired", "N"),
+    Flag("max-task-failures", 2, "count", "session", "deaths over one task until the run fails", "N", least=1),
+    Flag("hang-timeout", 300.0, "number", "session", "no progress so long: the worker is killed; 0: never", "S"),
     Flag(
         "tee",
         "none",

@@ -86,7 +86,7 @@ def test_conflict_with_rplaunch(tmp_path: Path) -> None:
     script = """
 import rpruntime as rp
 session = rp.init("cpu:2")
-print(session.under_rplaunch, session.devices, rp.init(max_restarts=3) is session)
+print(session.under_rplaunch, session.devices, rp.init(max_restarts=2) is session)
 for wrong in ({"devices": "cpu:3"}, {"devices": "cuda"}, {"shutdown_timeout": 5}, {"devices": "inline"}):
     try:
         rp.init(**wrong)

@@ -51,6 +51,8 @@ def test_module_joined_and_double_dash() -> None:
         (["--max-restarts", "many", "x.py"], "a whole number is needed"),
         (["--max-restarts=-1", "x.py"], "a whole number is needed"),
         (["--optimizer-threads", "0", "x.py"], "a whole number from 1 on is needed"),
+        (["--max-task-failures", "0", "x.py"], "a whole number from 1 on is needed"),
+        (["--hang-timeout", "-1", "x.py"], "a number is needed"),
         (["--shutdown-timeout", "nan", "x.py"], "a number is needed"),
         (["--tee", "some", "x.py"], "one of none, workers, all"),
         (["-m"], "needs the name of a module"),
@@ -77,6 +79,8 @@ def test_variables_come_after_the_line_and_before_defaults() -> None:
     assert values["max_restarts"] == 7
     assert values["tee"] == "none"
     assert values["shutdown_timeout"] == 10.0
+    assert values["max_task_failures"] == 2
+    assert values["hang_timeout"] == 300.0
     with pytest.raises(flags.UsageError, match="RPRUNTIME_DEBUG"):
         flags.settings({}, {"RPRUNTIME_DEBUG": "maybe"})
 
@@ -109,7 +113,7 @@ def test_help_is_one_screen() -> None:
 
 
 def test_flags_without_effect_say_so() -> None:
-    later = {"trace", "max_restarts", "max_task_failures"}
+    later = {"trace"}
     assert {flag.key for flag in flags.FLAGS if flag.without_effect} == later
     for line in flags.help_text().splitlines():
         word = line.split()[0].lstrip("-").replace("-", "_") if line.strip() else ""

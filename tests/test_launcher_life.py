@@ -78,17 +78,19 @@ def test_script_is_killed(tmp_path: Path, how) -> None:
         assert run.wait() == 137
 
 
-@pytest.mark.parametrize("role", ["optimizer", "worker-0"])
-def test_child_is_killed_and_the_run_goes_on(tmp_path: Path, role: str) -> None:
+def test_optimizer_is_killed_and_the_script_decides(tmp_path: Path) -> None:
+    """Its process has no replacement, and the session lives until the script ends."""
     with no_leaks() as watch:
         run = rplaunch(tmp_path, watch, STAYS + "\n", FAKE_SEGMENT="1000")
         run.wait_for("loaders")
-        _kill(run.wait_children()[role])
-        wait_until(lambda: "SIGKILL" in run.session()["roles"][role]["state"], 5.0, "its end is noted")
+        _kill(run.wait_children()["optimizer"])
+        wait_until(lambda: run.session()["roles"]["optimizer"]["state"] == "ended", 5.0, "its end is noted")
+        assert "SIGKILL" in run.session()["roles"]["optimizer"]["reason"]
         assert run.popen.poll() is None
         _kill(run.script_pid())
         assert run.wait() == 137
-        assert f"{role} " in run.err.splitlines()[-1]
+        assert "optimizer " in run.err.splitlines()[-1]
+        assert "ended early" in run.err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("how", [pytest.param(rplaunch, marks=pytest.mark.slow), plain_python])

@@ -211,22 +211,24 @@ def test_child_dies(tmp_path: Path, number: signal.Signals, words: str, how) -> 
         assert run.wait() == 0, run.err
         assert f"worker-1 {pid} killed by signal {number.value} ({number.name})" in run.out
         assert words in run.out
-        last = run.err.splitlines()[-1]
-        assert f"worker-1 on cpu:1 (pid {pid}) ended early" in last
-        assert words in last
-        assert "worker-1.log" in last
+        said = next(line for line in run.err.splitlines() if " died: " in line)
+        reason = run.out.splitlines()[-1].partition(f" {pid} ")[2]
+        assert said.startswith(f"rpruntime: worker-1 on cpu:1 (pid {pid}) died: {reason}")
+        assert words in said
 
 
 def test_out_of_memory_is_named(tmp_path: Path) -> None:
     with no_leaks() as watch, small_cgroup(f"rpruntime-test-{os.getpid()}", 160 << 20) as cgroup:
-        (tmp_path / "train.py").write_text(WAITS_FOR_A_DEATH)
+        (tmp_path / "train.py").write_text("import time\ntime.sleep(60)")
         join = f'echo $$ > {cgroup}/cgroup.procs; exec "$@"'
-        run = Run(tmp_path, watch, ["sh", "-c", join, "sh", *LAUNCH, "train.py"], FAKE_EAT="worker-0=yes")
-        run.wait(40)
-        last = run.err.splitlines()[-1]
-        assert "worker-0 on cpu:0" in last
-        assert "out of host memory: killed by signal 9 (SIGKILL) by the kernel" in last
-        assert "the cgroup's limit is 160 MiB" in last
+        run = Run(tmp_path, watch, ["sh", "-c", join, "sh", *LAUNCH, "train.py"], FAKE_EAT="worker-0.1=yes")
+        wait_until(lambda: " died: " in run.err, 40.0, "it has eaten too much")
+        run.popen.terminate()
+        run.wait()
+        said = next(line for line in run.err.splitlines() if " died: " in line)
+        assert "worker-0 on cpu:0" in said
+        assert "out of host memory: killed by signal 9 (SIGKILL) by the kernel" in said
+        assert "the cgroup's limit is 160 MiB" in said
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""A fake worker or optimizer: the life of a real one, without torch. FAKE_* variables choose its faults."""
+"""A fake worker or optimizer: the life of a real one, without torch. FAKE_* variables choose its faults.
+
+Each is "value" for all processes, "worker-0=value" for a role, or "worker-0.2=value" for a role's second process.
+"""
 
 import logging
 import os
@@ -10,20 +13,32 @@ from rpruntime.process import start_child
 
 child = start_child()
 
+from rpruntime.status import StatusPage, start_heartbeat, status_path  # noqa: E402
 from rpruntime.wire.messages import ShutdownMsg  # noqa: E402
 
 log = logging.getLogger("fake")
 
 
 def chosen(name: str) -> str | None:
-    """The value of FAKE_name, if it is meant for this role ("worker-0=value", or "value" for all)."""
+    """The value of FAKE_name, if it is meant for this process."""
     value = os.environ.get(f"FAKE_{name}")
     if value is None:
         return None
     role, equals, rest = value.partition("=")
     if not equals:
         return value
-    return rest if role == child.role else None
+    return rest if role in (child.role, f"{child.role}.{child.incarnation}") else None
+
+
+def play_status() -> None:
+    """The page of a worker that is in a backward; FAKE_HANG: what of it stands."""
+    page = StatusPage.create(status_path(child.folder, child.role, child.incarnation))
+    hang = chosen("HANG")
+    if hang != "silent":
+        start_heartbeat(page)
+    page.finishing(11)
+    page.at(12, "backward", 3, 1)
+    page.set_busy(hang is not None)
 
 
 def main() -> None:
@@ -42,6 +57,8 @@ def main() -> None:
     if chosen("SEGMENT"):
         _, mapping = child.segments.create(int(chosen("SEGMENT")))
         mapping[:4] = b"abcd"
+    if child.role != "optimizer":
+        play_status()
     child.ready({"device": child.device, "visible": os.environ.get("CUDA_VISIBLE_DEVICES"), "pid": os.getpid()})
     if chosen("EAT"):
         eaten = []
