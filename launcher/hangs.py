@@ -17,7 +17,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from launcher.ends import describe_place
 from rpruntime.status import Status
@@ -168,12 +167,3 @@ def _count(watched: _Watched, seen: Sighting, passed: float) -> None:
 def _place(seen: Sighting) -> str:
     place = describe_place(seen.status) if seen.status is not None and seen.status.busy else ""
     return f" (it was in {place})" if place else ""
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped by a signal."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] == "T"

@@ -15,12 +15,13 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from launcher.children import Ended, ReadyProc
 from launcher.hangs import HangWatch, Kill
 from launcher.plan import Plan
 from launcher.restarts import Deaths, Follows, Lost, Restart, Retire, died_msg
 from launcher.screen import LogFollower, Screen, WaitNotice
 from launcher.session import SessionFolder
-from launcher.supervisor import Ended, ReadyProc, Supervisor
+from launcher.supervisor import Supervisor
 from launcher.wakeup import Wakeup
 from rpruntime.process import EXIT_START_FAILED, start_time
 from rpruntime.store.segments import SegmentServer, remove_stale_names
@@ -137,16 +138,15 @@ class Launcher:
             else:
                 supervisor.signal_all(signal.SIGTERM if rung == "term" else signal.SIGKILL)
             deadline = time.monotonic() + wait_s
-            while supervisor.procs and time.monotonic() < deadline:
+            while not supervisor.all_gone and time.monotonic() < deadline:
                 self.turn(timeout_s=max(0.0, min(_TICK_S, deadline - time.monotonic())))
                 if rung != "kill" and any(number == signal.SIGINT for number, _ in self._wakeup.take()):
                     break  # somebody is in a hurry: next rung
-            if not supervisor.procs:
+            if supervisor.all_gone:
                 return
         # Only a process in uninterruptible sleep gets here; its end is the kernel's.
-        for role, proc in list(supervisor.procs.items()):
-            self._screen.warn(f"rpruntime: {role} (pid {proc.popen.pid}) cannot be killed, it hangs in the kernel")
-            del supervisor.procs[role]
+        for who in supervisor.give_up():
+            self._screen.warn(f"rpruntime: {who} cannot be killed, it hangs in the kernel")
 
     def _read_mail(self) -> None:
         assert self._mailbox is not None

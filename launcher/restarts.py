@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.children import Ended
 from launcher.ends import describe_place
-from launcher.supervisor import Ended
 from rpruntime.status import Status
 from rpruntime.wire.messages import RoleDiedMsg
 

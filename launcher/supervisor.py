@@ -18,98 +18,50 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import rpruntime
+from launcher.children import Ended, Proc, ReadyProc, UnreadyProc
 from launcher.devices import Device
 from launcher.ends import OomCounter, describe_end, last_lines
-from launcher.hangs import Process, Sighting, is_stopped
+from launcher.hangs import Process, Sighting
+from launcher.procstat import exiting_code, is_stopped
 from launcher.session import SessionFolder
-from rpruntime.status import Status, read, status_path
+from rpruntime.status import read, status_path
 from rpruntime.wire.mailbox import socket_path
 
 CHILD_COMMAND_VARIABLE = "RPRUNTIME_CHILD_COMMAND"
 """Replaces `python -m rpruntime.worker` and `.optimizer` (tests, debuggers)."""
 
+_SLOW_EXIT_S = 0.3
+"""A child that exits for so long has ended for us."""
+_CORE_FILTER = "0x31"
+"""The kernel's default without shared memory, of which a worker has mapped up to all that the session has."""
 _ROOT = Path(rpruntime.__file__).resolve().parent.parent
-
-
-@dataclass(frozen=True, slots=True)
-class _Child:
-    """A process that runs. Its log began at byte `log_start`; what is before is its predecessor's."""
-
-    role: str
-    incarnation: int
-    device: Device | None
-    popen: subprocess.Popen[bytes]
-    log_file: Path
-    log_start: int
-
-    @property
-    def device_name(self) -> str:
-        """Its device's name, "" for the optimizer."""
-        return self.device.name if self.device is not None else ""
-
-    @property
-    def who(self) -> str:
-        """For lines on the screen."""
-        return _who(self.role, self.device_name, self.popen.pid)
-
-
-@dataclass(frozen=True, slots=True)
-class UnreadyProc(_Child):
-    """A child that cannot be given work yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadyProc(_Child):
-    """A child that takes work."""
-
-    info: dict[str, Any]
-    """`ReadyMsg.info`, with its incarnation."""
-
-
-Proc = UnreadyProc | ReadyProc
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The end of a child, as the kernel reported it.
-
-    `lines` are the last ones of its log, `status` is what a worker was doing.
-    """
-
-    role: str
-    incarnation: int
-    pid: int
-    device: str
-    returncode: int
-    reason: str
-    was_ready: bool
-    expected: bool
-    log_file: Path
-    lines: tuple[str, ...]
-    status: Status | None
-
-    @property
-    def who(self) -> str:
-        """For lines on the screen."""
-        return _who(self.role, self.device, self.pid)
 
 
 class Supervisor:
     """Owns the children's processes and the pipe whose end tells them that the launcher is gone."""
 
-    def __init__(self, folder: SessionFolder, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self,
+        folder: SessionFolder,
+        environ: Mapping[str, str] = os.environ,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._folder = folder
+        self._clock = clock
         self._environ = dict(environ)
         self._death_read, self._death_write = os.pipe()
         self._oom = OomCounter.read()
         # Why a child was sent SIGKILL by `kill`.
         self._killed_for: dict[str, str] = {}
+        # Since when a child has been seen exiting, by pid.
+        self._exiting_since: dict[int, float] = {}
+        self._leaving: list[subprocess.Popen[bytes]] = []
         self.procs: dict[str, Proc] = {}
         self.stopping = False
         """From now on a child's end is expected."""
@@ -128,6 +80,8 @@ class Supervisor:
                 pass_fds=(self._death_read,),
                 start_new_session=True,  # so the terminal's Ctrl-C and hang-up do not reach it
             )
+        with contextlib.suppress(OSError):  # it may have ended already
+            Path(f"/proc/{popen.pid}/coredump_filter").write_text(_CORE_FILTER)
         proc = UnreadyProc(role, incarnation, device, popen, log_file, log_start)
         self.procs[role] = proc
         return proc
@@ -200,13 +154,20 @@ class Supervisor:
 
     def reap(self) -> list[Ended]:
         """Children that have ended since the last call."""
+        self._leaving = [popen for popen in self._leaving if popen.poll() is None]
         ended = []
         for role, proc in list(self.procs.items()):
-            if not _has_exited(proc.popen.pid):
+            exited = _has_exited(proc.popen.pid)
+            returncode = 0 if exited else self._slowly_exiting(proc.popen.pid)
+            if returncode is None:
                 continue
             # While it is a zombie its number is no other group's, so this hits only what it left behind.
             _kill_group(proc.popen.pid, signal.SIGKILL)
-            returncode = proc.popen.wait()
+            if exited:
+                returncode = proc.popen.wait()
+            else:
+                self._leaving.append(proc.popen)
+            self._exiting_since.pop(proc.popen.pid, None)
             del self.procs[role]
             ended.append(self._ended(proc, returncode))
             # Nobody reads them any more: its page was read just now, its inbox lost its reader.
@@ -215,6 +176,14 @@ class Supervisor:
         if ended:
             self._oom = OomCounter.read()
         return ended
+
+    def _slowly_exiting(self, pid: int) -> int | None:
+        """The exit code of a child whose end takes the kernel long; its work goes to others meanwhile."""
+        code = exiting_code(pid)
+        if code is None:
+            return None
+        now = self._clock()
+        return code if now - self._exiting_since.setdefault(pid, now) >= _SLOW_EXIT_S else None
 
     def _ended(self, proc: Proc, returncode: int) -> Ended:
         killed_for = self._killed_for.pop(proc.role, None)
@@ -242,16 +211,24 @@ class Supervisor:
             if not unready_only or isinstance(proc, UnreadyProc):
                 _kill_group(proc.popen.pid, number)
 
+    @property
+    def all_gone(self) -> bool:
+        """Whether no child is there any more, nor one that is still exiting."""
+        return not self.procs and not self._leaving
+
+    def give_up(self) -> list[str]:
+        """Forget the children that SIGKILL has not ended: they hang in the kernel. Returns their names."""
+        names = [proc.who for proc in self.procs.values()]
+        names += [f"process {popen.pid}" for popen in self._leaving]
+        self.procs.clear()
+        self._leaving.clear()
+        return names
+
     def close(self) -> None:
         """Let go of the pipe; nothing is running any more."""
-        assert not self.procs, self.procs
+        assert self.all_gone, self.procs
         os.close(self._death_read)
         os.close(self._death_write)
-
-
-def _who(role: str, device: str, pid: int) -> str:
-    on = f" on {device}" if device else ""
-    return f"{role}{on} (pid {pid})"
 
 
 def python_command(*words: str) -> list[str]:

@@ -11,11 +11,15 @@ from typing import Any
 
 import pytest
 
+from launcher.children import Ended
+from launcher.devices import Device
 from launcher.ends import describe_place
-from launcher.hangs import LOOK_S, HangWatch, Kill, Say, Sighting, is_stopped
+from launcher.hangs import LOOK_S, HangWatch, Kill, Say, Sighting
+from launcher.procstat import exiting_code, is_stopped
 from launcher.restarts import WINDOW_S, Deaths, Lost, Restart, RestartPolicy, Retire, died_msg
 from launcher.screen import Screen, WaitNotice
-from launcher.supervisor import Ended
+from launcher.session import create_session
+from launcher.supervisor import CHILD_COMMAND_VARIABLE, Supervisor, _has_exited
 from rpruntime import flags
 from rpruntime.status import Status
 from rpruntime.wire.messages import RoleDiedMsg
@@ -309,6 +313,53 @@ def test_is_stopped() -> None:
         finally:
             sleeper.kill()
     assert not is_stopped(sleeper.pid)
+
+
+# --- ends that take the kernel long
+
+
+@pytest.mark.parametrize("command, code", [("sleep 60", -9), ("sh -c 'exit 3'", 3), ("true", 0)])
+def test_an_end_that_the_kernel_has_not_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, code: int
+) -> None:
+    """It is taken as the end after a moment, and collected when it is one."""
+    clock = Clock()
+    folder = create_session(tmp_path, None, {"log_dir": None}, {})
+    supervisor = Supervisor(folder, {**os.environ, CHILD_COMMAND_VARIABLE: command}, clock)
+    pid = supervisor.start("worker-0", Device("cpu:0")).popen.pid
+    monkeypatch.setattr("launcher.supervisor._has_exited", lambda pid: False)
+    real_poll = subprocess.Popen.poll
+    monkeypatch.setattr(subprocess.Popen, "poll", lambda popen: None)
+    if code == -9:
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: exiting_code(pid) == code, 5.0)
+    assert supervisor.reap() == [], "as a rule it is reported at once"
+    clock.now += 0.2
+    assert supervisor.reap() == []
+    clock.now += 0.2
+    (found,) = supervisor.reap()
+    assert (found.role, found.pid, found.returncode, found.expected) == ("worker-0", pid, code, False)
+    assert supervisor.reap() == []
+    assert not supervisor.procs and not supervisor.all_gone
+    supervisor.start("worker-0", Device("cpu:0"), 2).popen.kill()
+    monkeypatch.setattr(subprocess.Popen, "poll", real_poll)
+    monkeypatch.setattr("launcher.supervisor._has_exited", _has_exited)
+    wait_until(lambda: [each.incarnation for each in supervisor.reap()] == [2], 5.0)
+    assert supervisor.all_gone
+    assert exiting_code(pid) is None
+    supervisor.close()
+    folder.remove()
+
+
+def test_core_files_are_without_shared_memory(tmp_path: Path) -> None:
+    folder = create_session(tmp_path, None, {"log_dir": None}, {})
+    supervisor = Supervisor(folder, {**os.environ, CHILD_COMMAND_VARIABLE: "sleep 60"})
+    pid = supervisor.start("worker-0", Device("cpu:0")).popen.pid
+    assert int(Path(f"/proc/{pid}/coredump_filter").read_text(), 16) == 0x31
+    supervisor.signal_all(signal.SIGKILL)
+    wait_until(lambda: supervisor.reap() or supervisor.all_gone, 5.0)
+    supervisor.close()
+    folder.remove()
 
 
 # --- words
