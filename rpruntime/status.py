@@ -3,7 +3,7 @@
     FOLDER/ROLE.INCARNATION.status     4 KiB, 0600, mapped by the worker, read by the launcher
 
     byte  0  heartbeat    CLOCK_MONOTONIC, ns; a thread of the worker's writes it twice a second
-          8  busy         1: it has work on its hands, so `progress` should move
+          8  busy         1: it has work on its hands beside the slots below
          16  progress     counts whatever happens
          24  finishing    the oldest slot that is launched and not finished on the device; 0: none
          32  slot         the slot that is being launched; 0: none
@@ -40,7 +40,7 @@ _PAGE = struct.Struct(f"@7q{_PHASE_BYTES}s")
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """A status page as it was read; see the module for the fields."""
+    """A status page as it was read; see the module for the fields. `busy`: `progress` should move."""
 
     heartbeat_ns: int = 0
     busy: bool = False
@@ -122,9 +122,11 @@ class StatusPage:
     def at(self, slot: int, phase: str = "", layer: int = -1, microbatch: int = -1) -> None:
         """The user's code is about to run here; counts as progress. `at(0)`: nothing is being launched.
 
-        A fraction of a microsecond: it is called for every layer.
+        A fraction of a microsecond: it is called for every layer. `at(0)` again is nothing new, so a loop may say so.
         """
         words = self._words
+        if slot == 0 == words[_SLOT]:
+            return
         words[_SLOT] = slot
         words[_LAYER] = layer
         words[_MICROBATCH] = microbatch
@@ -138,7 +140,10 @@ class StatusPage:
         self._words[_PROGRESS] = self._count
 
     def set_busy(self, busy: bool) -> None:
-        """Whether there is work that should move. A change counts as progress: waiting starts anew with it."""
+        """Whether there is work that should move; a launched slot is such work in any case.
+
+        A change counts as progress: waiting starts anew with it.
+        """
         if busy != bool(self._words[_BUSY]):
             self._words[_BUSY] = busy
             self.progress()
@@ -172,7 +177,7 @@ def read(path: Path) -> Status | None:
     if heartbeat == 0:  # its file is there, but nothing was written yet
         return None
     text = phase.rstrip(b"\0").decode(errors="replace")
-    return Status(heartbeat, bool(busy), progress, finishing, slot, layer, microbatch, text)
+    return Status(heartbeat, bool(busy or slot or finishing), progress, finishing, slot, layer, microbatch, text)
 
 
 def start_heartbeat(page: StatusWriter) -> threading.Thread:

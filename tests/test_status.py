@@ -62,8 +62,11 @@ def test_what_counts_as_progress(tmp_path: Path) -> None:
         (lambda: page.set_busy(True), True),
         (lambda: page.set_busy(True), False),
         (lambda: page.set_busy(False), True),
+        (lambda: page.at(0), False),
         (lambda: page.at(1, "forward", 0, 0), True),
         (lambda: page.at(1, "forward", 0, 0), True),
+        (lambda: page.at(0), True),
+        (lambda: page.at(0), False),
         (lambda: page.finishing(1), True),
         (lambda: page.finishing(1), False),
         (lambda: page.finishing(0), True),
@@ -72,6 +75,28 @@ def test_what_counts_as_progress(tmp_path: Path) -> None:
     ):
         act()
         assert moved() == moves
+
+
+def test_a_launched_slot_is_work(tmp_path: Path) -> None:
+    page = StatusPage.create(tmp_path / "page")
+
+    def busy() -> bool:
+        found = read(tmp_path / "page")
+        assert found is not None
+        return found.busy
+
+    assert not busy()
+    page.at(4, "forward", 0, 0)
+    assert busy(), "also before the worker has come to say so"
+    page.at(0)
+    page.finishing(4)
+    assert busy()
+    page.finishing(0)
+    assert not busy()
+    page.set_busy(True)
+    assert busy()
+    page.set_busy(False)
+    assert not busy()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ except OSError as err:
     raise
 start_heartbeat(page)
 
+import logging  # noqa: E402
 import time  # noqa: E402
 
 import torch  # noqa: E402
@@ -22,6 +23,8 @@ from rpruntime.store.arena import Arena, Store  # noqa: E402
 from rpruntime.wire.messages import ShutdownMsg  # noqa: E402
 from rpruntime.worker.shell import WorkerShell  # noqa: E402
 from rpruntime.worker.transfers import CpuTransfers, CudaTransfers, Transfers  # noqa: E402
+
+log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 1.0
 COPY_POLL_S = 0.0002
@@ -58,16 +61,25 @@ def main() -> None:
     store = Store(child.segments, pin)
     arena = Arena(f"{child.role}.{child.incarnation}", child.segments, store)
     peers = tuple(f"worker-{index}" for index in range(len(child.config["devices"])))
-    shell = WorkerShell(child.mailbox, arena, transfers, peers, device)
+    shell = WorkerShell(child.mailbox, arena, transfers, peers, device, status=page)
     child.ready(info)
+    try:
+        serve(shell)
+    except Exception as err:  # the device is lost, or a defect of ours: this process cannot go on, another can
+        log.exception("this worker ends")
+        child.fail(f"{type(err).__name__}: {str(err).strip().splitlines()[0] if str(err).strip() else ''}")
+    child.end()
+
+
+def serve(shell: WorkerShell) -> None:
+    """Until the launcher says stop."""
     busy = False
     while True:
         wait = 0.0 if busy else (COPY_POLL_S if shell.is_waiting_for_copies else IDLE_WAIT_S)
         messages = child.mailbox.receive(wait)
         if any(isinstance(msg, ShutdownMsg) for msg in messages):
-            break
+            return
         busy = shell.step(messages)
-    child.end()
 
 
 main()

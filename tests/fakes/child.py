@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 
 from rpruntime.process import start_child
@@ -31,14 +32,21 @@ def chosen(name: str) -> str | None:
 
 
 def play_status() -> None:
-    """The page of a worker that is in a backward; FAKE_HANG: what of it stands."""
+    """The page of a worker that is in a backward. FAKE_HANG=busy: it makes no progress; =silent: nor a heartbeat."""
     page = StatusPage.create(status_path(child.folder, child.role, child.incarnation))
+    page.finishing(11)
+    page.at(12, "backward", 3, 1)
     hang = chosen("HANG")
     if hang != "silent":
         start_heartbeat(page)
-    page.finishing(11)
-    page.at(12, "backward", 3, 1)
-    page.set_busy(hang is not None)
+    if hang is None:
+        threading.Thread(target=make_progress, args=(page,), daemon=True).start()
+
+
+def make_progress(page: StatusPage) -> None:
+    while True:
+        page.progress()
+        time.sleep(0.2)
 
 
 def main() -> None:
