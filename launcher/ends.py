@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from rpruntime.store.limits import cgroup_folders, gib, read_cgroup, read_host_m
 
 NUM_LOG_LINES = 12
 _MAX_LINE = 300
+_LOG_PREFIX = re.compile(r"^\d\d:\d\d:\d\d\.\d{3} \S+ [A-Z]+ ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,11 @@ def last_lines(log_file: Path, count: int = NUM_LOG_LINES, *, start: int = 0) ->
         return []
     lines = [line.rstrip()[:_MAX_LINE] for line in text.splitlines() if line.strip()]
     return lines[-count:]
+
+
+def without_log_prefix(line: str) -> str:
+    """A line of a child's log without time, role and level."""
+    return _LOG_PREFIX.sub("", line)
 
 
 def _table(path: Path) -> dict[str, int]:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from launcher.children import Ended, ReadyProc
+from launcher.ends import without_log_prefix
 from launcher.hangs import HangWatch, Kill
 from launcher.plan import Plan
 from launcher.restarts import Deaths, Follows, Lost, Restart, Retire, died_msg
@@ -222,7 +223,9 @@ class Launcher:
         told = self._failed_reasons.pop(key, None)
         if told is not None:
             return told
-        return f"{ended.reason}: {ended.lines[-1]}" if ended.returncode > 0 and ended.lines else ended.reason
+        if ended.returncode > 0 and ended.lines:
+            return f"{ended.reason}: {without_log_prefix(ended.lines[-1])}"
+        return ended.reason
 
     def _wait_for_reason(self, key: tuple[str, int]) -> None:
         """Its reason was sent before it ended, so it is here or about to be."""

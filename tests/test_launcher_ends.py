@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.ends import OomCounter, describe_end, last_lines
+from launcher.ends import OomCounter, describe_end, last_lines, without_log_prefix
 from launcher.names import random_name
 
 GIB = 1 << 30
@@ -79,6 +79,18 @@ def test_last_lines(tmp_path: Path) -> None:
     assert lines[0] == "first"
     assert lines[1].endswith("second")
     assert len(lines[2]) == 300
+
+
+def test_end_of_a_log_without_what_a_predecessor_wrote(tmp_path: Path) -> None:
+    log = tmp_path / "worker-0.log"
+    log.write_text("old\nnew\n")
+    assert last_lines(log, start=4) == ["new"]
+    assert last_lines(log, start=8) == []
+
+
+def test_line_of_a_log() -> None:
+    assert without_log_prefix("08:30:11.123 worker-0 ERROR RuntimeError: 12:00:00.000") == "RuntimeError: 12:00:00.000"
+    assert without_log_prefix("Killed") == "Killed"
 
 
 def test_names_can_be_said() -> None:
