@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import time
 from typing import Any
 
 import msgpack
@@ -27,10 +28,15 @@ def send(sock: socket.socket, body: dict[str, Any], fd: int | None = None) -> No
     sock.sendall(frame[sent:])
 
 
-def receive(sock: socket.socket) -> dict[str, Any] | None:
-    """One message; None at the end of the stream."""
-    head = _exactly(sock, 4, b"")
-    return None if head is None else _body(sock, head)
+def receive(sock: socket.socket, *, within_s: float | None = None) -> dict[str, Any] | None:
+    """One message; None at the end of the stream.
+
+    Raises:
+        TimeoutError: it was not whole after `within_s`, however it trickled in.
+    """
+    deadline = None if within_s is None else time.monotonic() + within_s
+    head = _exactly(sock, 4, b"", deadline)
+    return None if head is None else _body(sock, head, deadline)
 
 
 def receive_fd(sock: socket.socket) -> tuple[dict[str, Any], int | None]:
@@ -54,11 +60,11 @@ def receive_fd(sock: socket.socket) -> tuple[dict[str, Any], int | None]:
     return body, fds[0] if fds else None
 
 
-def _body(sock: socket.socket, head: bytes) -> dict[str, Any]:
+def _body(sock: socket.socket, head: bytes, deadline: float | None = None) -> dict[str, Any]:
     (length,) = struct.unpack("!I", head)
     if length > MAX_MESSAGE_BYTES:
         raise BadPeer(f"a message of {length} bytes")
-    data = _exactly(sock, length, b"")
+    data = _exactly(sock, length, b"", deadline)
     if data is None:
         raise OSError("the connection ended inside a message")
     try:
@@ -70,9 +76,14 @@ def _body(sock: socket.socket, head: bytes) -> dict[str, Any]:
     return body
 
 
-def _exactly(sock: socket.socket, count: int, start: bytes) -> bytes | None:
+def _exactly(sock: socket.socket, count: int, start: bytes, deadline: float | None = None) -> bytes | None:
     data = bytearray(start)
     while len(data) < count:
+        if deadline is not None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"{len(data)} of {count} bytes came in time")
+            sock.settimeout(left)
         chunk = sock.recv(count - len(data))
         if not chunk:
             return None

@@ -28,6 +28,7 @@ import signal
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,9 @@ log = logging.getLogger(__name__)
 
 SOCKET_NAME = "segments.sock"
 _AUTH_TIMEOUT_S = 5.0
+_MAX_STRANGERS = 64
+"""Connections that have not said yet who they are; beyond these the oldest one is dropped. Ours say it at once."""
+_ACCEPT_RETRY_S = 0.05
 
 
 def make_segment(nbytes: int, memory: Callable[[], HostMemory], override_gib: float | None = None) -> int:
@@ -102,9 +106,11 @@ class SegmentServer:
         self._read_memory = read_memory
         self._path = folder / SOCKET_NAME
         self._lock = threading.Lock()
-        # Guarded by _lock: descriptor and owner of each segment, connections alive.
+        # Guarded by _lock: descriptor and owner of each segment, connections alive, the strangers among them in the
+        # order in which they came.
         self._segments: dict[str, tuple[int, str]] = {}
         self._peers: set[socket.socket] = set()
+        self._strangers: dict[socket.socket, None] = {}
         self._counter = itertools.count(1)
         self._closed = False
         self._warned = False
@@ -112,6 +118,7 @@ class SegmentServer:
         self._reserving = threading.Lock()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(self._path))
+        self._path.chmod(0o600)
         self._listener.listen(64)
         self._thread = threading.Thread(target=self._accept, name="segments", daemon=True)
         self._thread.start()
@@ -172,13 +179,46 @@ class SegmentServer:
             try:
                 peer, _ = self._listener.accept()
             except OSError:
-                return  # closed
+                if self._closed:
+                    return
+                # No descriptor is left, as a rule: who connects waits in the kernel's queue meanwhile.
+                self._drop_strangers(keep=len(self._strangers) // 2)
+                time.sleep(_ACCEPT_RETRY_S)
+                continue
             with self._lock:
                 if self._closed:
                     peer.close()
                     return
                 self._peers.add(peer)
-            threading.Thread(target=self._serve, args=(peer,), name="segments-peer", daemon=True).start()
+                self._strangers[peer] = None
+            self._drop_strangers(keep=_MAX_STRANGERS)
+            try:
+                threading.Thread(target=self._serve, args=(peer,), name="segments-peer", daemon=True).start()
+            except RuntimeError:  # no thread can be had
+                self._forget(peer)
+
+    def _drop_strangers(self, keep: int) -> None:
+        """End the oldest connections that have not said who they are; their threads close them."""
+        with self._lock:
+            dropped = list(self._strangers)[: max(0, len(self._strangers) - keep)]
+            for peer in dropped:
+                del self._strangers[peer]
+        for peer in dropped:
+            with contextlib.suppress(OSError):
+                peer.shutdown(socket.SHUT_RDWR)
+        if dropped:
+            self._warn_once(f"{len(dropped) + keep} connections at once did not say who they are")
+
+    def _forget(self, peer: socket.socket) -> None:
+        with self._lock:
+            self._peers.discard(peer)
+            self._strangers.pop(peer, None)
+        peer.close()
+
+    def _warn_once(self, what: str) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning("a peer of the segment socket was dropped: %s (said once)", what)
 
     def _serve(self, peer: socket.socket) -> None:
         _block_signals()
@@ -190,15 +230,11 @@ class SegmentServer:
                     return
                 self._answer(peer, owner, request)
         except BadPeer as err:
-            if not self._warned:
-                self._warned = True
-                log.warning("a peer of the segment socket was dropped: %s (said once)", err)
+            self._warn_once(str(err))
         except OSError:
             pass  # the peer went away
         finally:
-            with self._lock:
-                self._peers.discard(peer)
-            peer.close()
+            self._forget(peer)
 
     def _authenticate(self, peer: socket.socket) -> str:
         """Who it is, or `BadPeer`."""
@@ -206,15 +242,16 @@ class SegmentServer:
         pid, uid, _ = struct.unpack("3i", raw)
         if uid != os.getuid():
             raise BadPeer(f"pid {pid} has uid {uid}")
-        peer.settimeout(_AUTH_TIMEOUT_S)
         try:
-            first = receive(peer)
+            first = receive(peer, within_s=_AUTH_TIMEOUT_S)
         except TimeoutError as err:
             raise BadPeer(f"pid {pid} did not say who it is") from err
         if first is None:
             raise OSError("closed")
         if not hmac.compare_digest(str(first.get("token", "")).encode(), self._token.encode()):
             raise BadPeer(f"pid {pid} has no token of this session")
+        with self._lock:
+            self._strangers.pop(peer, None)
         peer.settimeout(None)
         send(peer, {"ok": True})
         return str(first.get("owner", ""))
