@@ -8,6 +8,7 @@ Growing adds a segment, so nothing ever moves and a request fails only when the 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import threading
@@ -16,6 +17,7 @@ from typing import Protocol
 
 import torch
 
+from rpruntime.errors import HostMemoryError
 from rpruntime.store.allocator import Allocator, align
 from rpruntime.store.handle import Extent, Payload, TensorHandle
 
@@ -61,12 +63,12 @@ class Store:
         self._segments: dict[str, torch.Tensor] = {}
 
     def add(self, segment: str, mapping: mmap.mmap) -> torch.Tensor:
-        """Take in a mapping that this process holds already."""
+        """Take in a mapping that this process holds already; not if `on_map` raises."""
         with torch.inference_mode(False):  # also when the script happens to be in inference mode
             memory = torch.frombuffer(mapping, dtype=torch.uint8)
-        self._segments[segment] = memory
         if self._on_map is not None:
             self._on_map(segment, memory)
+        self._segments[segment] = memory
         return memory
 
     def segment(self, name: str) -> torch.Tensor:
@@ -132,7 +134,7 @@ class Arena:
         with self._lock:
             place = self._allocator.allocate(nbytes)
             if place is None:
-                self._grow(max(align(nbytes), GROWTH_BYTES, self._allocator.total_bytes // GROWTH_FRACTION))
+                self._grow_for(align(nbytes))
                 place = self._allocator.allocate(nbytes)
                 assert place is not None
         return Extent(self.owner, *place, nbytes)
@@ -166,8 +168,22 @@ class Arena:
         """Bytes held from the machine."""
         return self._allocator.total_bytes
 
+    def _grow_for(self, nbytes: int) -> None:
+        """Grow by a large segment, or by a smaller one that still has the room if the machine has no more."""
+        enough = max(nbytes, GROWTH_BYTES)
+        roomy = max(enough, self._allocator.total_bytes // GROWTH_FRACTION)
+        if roomy > enough:
+            with contextlib.suppress(HostMemoryError):
+                self._grow(roomy)
+                return
+        self._grow(enough)
+
     def _grow(self, nbytes: int) -> None:
-        log.info("arena %s grows by %.1f MiB to %.1f", self.owner, nbytes / 2**20, (self.total_bytes + nbytes) / 2**20)
         name, mapping = self._source.create(align(nbytes))
-        self.store.add(name, mapping)
+        try:
+            self.store.add(name, mapping)
+        except BaseException:
+            self._source.release(name)
+            raise
         self._allocator.add_segment(name, align(nbytes))
+        log.info("arena %s grew by %.1f MiB to %.1f", self.owner, nbytes / 2**20, self.total_bytes / 2**20)

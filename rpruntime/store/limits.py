@@ -8,6 +8,9 @@
 Readers take the root of the file system as an argument, so that tests can bring their own. Some virtual
 machines start with a small MemTotal that grows as memory is used: there MemAvailable is no limit, and
 `--host-memory GIB` replaces it. Nothing replaces the tmpfs and the cgroup, which the kernel enforces.
+
+A full tmpfs is an error, a full cgroup or RAM is the out-of-memory killer, which takes any process. So of those
+two a margin stays free for what is not ours to count: page tables, stacks, the processes' own heaps.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from pathlib import Path
 from rpruntime.errors import HostMemoryError
 
 GIB = 1 << 30
+_MARGIN_SHARE = 50
+_MAX_MARGIN_BYTES = 1 * GIB
 # cgroup v1 says "no limit" as the largest page-aligned signed 64-bit number.
 _UNLIMITED = 1 << 60
 
@@ -40,13 +45,22 @@ class HostMemory:
         """Room under the cgroup's limit."""
         return None if self.cgroup_limit is None else max(0, self.cgroup_limit - self.cgroup_used)
 
-    def available(self, override_gib: float | None = None) -> tuple[int, str]:
-        """The smallest figure and which one it is: "shm", "cgroup" or "ram" ("flag" with `override_gib`)."""
+    def available(self, override_gib: float | None = None, held_bytes: int = 0) -> tuple[int, str]:
+        """The smallest figure, less its margin, and which one it is: "shm", "cgroup" or "ram" ("flag" with
+        `override_gib`, which counts from zero: what the session holds already, `held_bytes`, comes off it)."""
         figures = [(self.shm_free, "shm")]
-        if self.cgroup_free is not None:
-            figures.append((self.cgroup_free, "cgroup"))
-        figures.append((self.ram_available, "ram") if override_gib is None else (int(override_gib * GIB), "flag"))
+        if self.cgroup_limit is not None and self.cgroup_free is not None:
+            figures.append((max(0, self.cgroup_free - margin(self.cgroup_limit)), "cgroup"))
+        if override_gib is None:
+            figures.append((max(0, self.ram_available - margin(self.ram_total)), "ram"))
+        else:
+            figures.append((max(0, int(override_gib * GIB) - held_bytes), "flag"))
         return min(figures)
+
+
+def margin(limit_bytes: int) -> int:
+    """What stays free of a limit behind which the out-of-memory killer waits: 2 %, at most 1 GiB."""
+    return min(limit_bytes // _MARGIN_SHARE, _MAX_MARGIN_BYTES)
 
 
 def gib(nbytes: int) -> str:
@@ -119,7 +133,7 @@ def cgroup_folders(root: Path = Path("/")) -> list[tuple[Path, bool]]:
 
 
 def check_host_memory(
-    need_bytes: int, memory: HostMemory, *, override_gib: float | None = None, what: str = ""
+    need_bytes: int, memory: HostMemory, *, override_gib: float | None = None, held_bytes: int = 0, what: str = ""
 ) -> None:
     """Refuse a need that does not fit.
 
@@ -127,17 +141,25 @@ def check_host_memory(
         need_bytes: shared memory about to be reserved, in bytes.
         memory: the figures, from `read_host_memory`.
         override_gib: the flag `--host-memory`: replaces the reading of RAM.
+        held_bytes: shared memory that the session has reserved before; counts against the flag only, as the readings
+            know of it.
         what: what needs it, for the message.
 
     Raises:
         HostMemoryError: it does not fit; the message has all figures and the remedy.
     """
-    room, which = memory.available(override_gib)
+    room, which = memory.available(override_gib, held_bytes)
     if need_bytes <= room:
         return
+    kept = ""
+    if which in ("cgroup", "ram"):
+        kept_bytes = margin((memory.cgroup_limit or 0) if which == "cgroup" else memory.ram_total)
+        kept = f"; of the {which.replace('ram', 'RAM')} {gib(kept_bytes)} stay free for the processes' own use"
+    elif which == "flag" and held_bytes:
+        kept = f"; {gib(held_bytes)} of that are reserved already"
     raise HostMemoryError(
         f"{what or 'this run'} needs {gib(need_bytes)} ({need_bytes} bytes) of host memory, "
-        f"{gib(room)} ({room} bytes) are available: {figures(memory, override_gib)}. {_REMEDY[which]}"
+        f"{gib(room)} ({room} bytes) are available: {figures(memory, override_gib)}{kept}. {_REMEDY[which]}"
     )
 
 
@@ -182,6 +204,14 @@ def memlock_text() -> str:
     """`ulimit -l` for people."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return "unlimited" if soft == resource.RLIM_INFINITY else gib(soft)
+
+
+def map_limits(root: Path = Path("/")) -> str:
+    """What limits this process's mappings, in words."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    space = "unlimited" if soft == resource.RLIM_INFINITY else gib(soft)
+    count = _read_number(root / "proc/sys/vm/max_map_count")
+    return f"this process may map {space} (`ulimit -v`) in {count} pieces (vm.max_map_count)"
 
 
 def _read_meminfo(root: Path) -> dict[str, int]:

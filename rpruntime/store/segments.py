@@ -38,7 +38,7 @@ import posix_ipc
 from rpruntime.errors import HostMemoryError, RoundPipeError, SessionLost
 from rpruntime.process import start_time
 from rpruntime.store.fdsock import BadPeer, receive, receive_fd, send
-from rpruntime.store.limits import HostMemory, check_host_memory, figures, gib, read_host_memory
+from rpruntime.store.limits import HostMemory, check_host_memory, figures, gib, map_limits, read_host_memory
 
 log = logging.getLogger(__name__)
 
@@ -49,13 +49,19 @@ _MAX_STRANGERS = 64
 _ACCEPT_RETRY_S = 0.05
 
 
-def make_segment(nbytes: int, memory: Callable[[], HostMemory], override_gib: float | None = None) -> int:
+def make_segment(
+    nbytes: int, memory: Callable[[], HostMemory], override_gib: float | None = None, held_bytes: int = 0
+) -> int:
     """Reserve `nbytes` of shared memory without a name and return its descriptor.
+
+    `held_bytes`: what the session has reserved before.
 
     Raises:
         HostMemoryError: it does not fit; nothing stays allocated.
     """
-    check_host_memory(nbytes, memory(), override_gib=override_gib, what="a shared-memory segment")
+    check_host_memory(
+        nbytes, memory(), override_gib=override_gib, held_bytes=held_bytes, what="a shared-memory segment"
+    )
     name = f"/rpruntime-{os.getuid()}-{os.getpid()}-{secrets.token_hex(8)}"
     segment = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, size=0, mode=0o600)
     segment.unlink()
@@ -126,7 +132,7 @@ class SegmentServer:
     def create(self, nbytes: int, owner: str) -> tuple[str, int]:
         """Make a segment; returns its name (`owner-N`) and the descriptor, which stays the server's."""
         with self._reserving:
-            fd = make_segment(nbytes, self._read_memory, self._override_gib)
+            fd = make_segment(nbytes, self._read_memory, self._override_gib, self._held_bytes())
         with self._lock:
             if self._closed:
                 os.close(fd)
@@ -134,6 +140,10 @@ class SegmentServer:
             segment = f"{owner}-{next(self._counter)}"
             self._segments[segment] = (fd, owner)
         return segment, fd
+
+    def _held_bytes(self) -> int:
+        with self._lock:
+            return sum(os.fstat(fd).st_size for fd, _ in self._segments.values())
 
     def release(self, segment: str) -> None:
         """Drop the descriptor; mappings that others have stay valid."""
@@ -315,7 +325,7 @@ class SegmentClient:
         """Make and map a segment of exactly `nbytes`.
 
         Raises:
-            HostMemoryError: it does not fit.
+            HostMemoryError: it does not fit, or this process cannot map it.
             SessionLost: the launcher is gone.
         """
         if nbytes <= 0:
@@ -363,11 +373,18 @@ class SegmentClient:
                 return str(request["segment"]), known
             answer, fd = self._exchange(request)
             assert fd is not None, answer
+            segment, nbytes = str(answer["segment"]), int(answer["nbytes"])
             try:
-                mapping = mmap.mmap(fd, int(answer["nbytes"]), mmap.MAP_SHARED)
+                mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED)
+            except OSError as err:
+                if request["op"] == "create":
+                    self._exchange({"op": "release", "segment": segment})
+                raise HostMemoryError(
+                    f"mapping segment {segment} of {gib(nbytes)} ({nbytes} bytes) failed: {err.strerror}; "
+                    f"{map_limits()}"
+                ) from err
             finally:
                 os.close(fd)
-            segment = str(answer["segment"])
             self._maps[segment] = mapping
             return segment, mapping
 
