@@ -17,11 +17,12 @@ from collections.abc import Callable
 from typing import Any
 
 from rpruntime.control import events as ev
-from rpruntime.control.machine import ControllerMachine
+from rpruntime.control.machine import MAX_TASK_FAILURES, OPTIMIZER, ControllerMachine
 from rpruntime.errors import RoundPipeError, SessionLost, WorkerDied
 from rpruntime.interrupts import uninterrupted
 from rpruntime.recording import record
 from rpruntime.store.arena import Arena, Store
+from rpruntime.terminal import say
 from rpruntime.wire.messages import (
     FreeMsg,
     ModelAllocatedMsg,
@@ -29,7 +30,6 @@ from rpruntime.wire.messages import (
     ProtocolErrorMsg,
     RoleDiedMsg,
     RoleFailedMsg,
-    RoleReadyMsg,
     ShutdownMsg,
     StateMsg,
 )
@@ -57,7 +57,12 @@ class Client:
         self.arena = Arena(owner, session.segments, self.store)
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
-        self._machine = ControllerMachine(session.worker_roles, owner, check=os.environ.get("RPRUNTIME_DEBUG") == "1")
+        self._machine = ControllerMachine(
+            session.worker_roles,
+            owner,
+            max_task_failures=int(session.config.get("max_task_failures", MAX_TASK_FAILURES)),
+            check=os.environ.get("RPRUNTIME_DEBUG") == "1",
+        )
         record(self._machine, "controller")
         self._listeners: dict[int, Listener] = {}
         self._calls: dict[int, int] = {}
@@ -200,13 +205,13 @@ class Client:
         return True
 
     def _take(self, msg: Any) -> None:
-        if self._machine.understands(msg):
-            self._apply(self._machine.handle(msg))
-        elif isinstance(msg, RoleDiedMsg):
+        if isinstance(msg, RoleDiedMsg) and msg.role == OPTIMIZER:  # its update may be half done
             self._broken = self._broken or WorkerDied(
                 f"{msg.role} (pid {msg.pid}) died: {msg.reason}; log {self._log_of(msg.role)}"
             )
             self._changed.notify_all()
+        elif self._machine.understands(msg):
+            self._apply(self._machine.handle(msg))
         elif isinstance(msg, ShutdownMsg):
             self._broken = self._broken or SessionLost(f"session {self.session.name} was ended: {msg.reason}")
         elif isinstance(msg, ModelAllocatedMsg | ModelReadyMsg | StateMsg | RoleFailedMsg):
@@ -215,7 +220,7 @@ class Client:
                     listener(msg)
         elif isinstance(msg, ProtocolErrorMsg):
             log.error("%s did not understand a message: %s", msg.role, msg.error)
-        elif not isinstance(msg, RoleReadyMsg):
+        else:
             log.warning("unexpected %s", type(msg).__name__)
 
     def _log_of(self, role: str) -> str:
@@ -229,6 +234,12 @@ class Client:
             elif isinstance(instruction, ev.FreeOwn):
                 for extent in instruction.extents:
                     self.arena.free(extent)
+            elif isinstance(instruction, ev.ReleaseOwner):
+                self.session.segments.release_owner(instruction.owner)
+            elif isinstance(instruction, ev.NoteRedone):
+                self._say_redone(instruction)
+            elif isinstance(instruction, ev.EndRun):
+                self._broken = self._broken or WorkerDied(f"no worker is left: {instruction.reason}")
             elif isinstance(instruction, ev.FinishCall):
                 self._listeners[self._calls.pop(instruction.call)](instruction)
             else:
@@ -236,6 +247,14 @@ class Client:
                 if listener is not None:
                     listener(instruction)
         self._changed.notify_all()
+
+    def _say_redone(self, note: ev.NoteRedone) -> None:
+        if not self.session.config.get("quiet"):
+            where = "as soon as its replacement is ready" if note.to == (note.role,) else f"on {', '.join(note.to)}"
+            say(
+                f"rpruntime: {note.slots} unfinished stages of {note.role} ({note.microbatches} micro-batches) run "
+                f"again {where}; numbers do not change"
+            )
 
     def _drive(self) -> None:
         """Inline: let the roles work until nobody has anything to do."""

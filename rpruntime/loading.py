@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from rpruntime.client import Client
+from rpruntime.control.events import ModelLoadingEvent, ModelUndoneEvent
 from rpruntime.errors import ConfigError
 from rpruntime.layout import ModelLayout
 from rpruntime.optimizer.units import revive_optimizer
@@ -33,7 +34,6 @@ from rpruntime.wire.messages import (
     ModelReadyMsg,
     ModelSpec,
     RoleFailedMsg,
-    UnloadModelMsg,
 )
 
 UNDO_TIMEOUT_S = 5.0
@@ -229,23 +229,25 @@ class Loader:
     def run(self, package: ModelPackage) -> ModelAllocatedMsg:
         """Send the package, write the weights, wait for everybody. Returns where the weights lie."""
         client, model = self._client, package.spec.model
-        roles = (*client.session.worker_roles, "optimizer")
-        for role in roles:
-            client.send(role, LoadModelMsg(model, package.handle))
+        client.do(ModelLoadingEvent(LoadModelMsg(model, package.handle)))
         self._await(lambda: self._allocated is not None, "the optimizer's slabs", "reserving memory")
         assert self._allocated is not None
         self._write(self._allocated)
         client.send("optimizer", ModelFilledMsg(model))
-        self._await(lambda: self._ready >= set(roles), "the model in every process", "loading")
+        self._await(lambda: self._ready >= self._roles(), "the model in every process", "loading")
         return self._allocated
+
+    def _roles(self) -> set[str]:
+        """Who has to load it now: a worker that is being replaced does so when it joins."""
+        return {*self._client.machine.living_workers, "optimizer"}
 
     def undo(self, package: ModelPackage) -> None:
         """After a failure: every role forgets the model, and the package goes once all have read it."""
-        roles = {*self._client.session.worker_roles, "optimizer"}
         with contextlib.suppress(Exception):  # the first failure is the one to report
-            for role in roles:
-                self._client.send(role, UnloadModelMsg(package.spec.model))
-            read = self._client.wait(lambda: self._heard >= roles, "every role's answer", timeout_s=UNDO_TIMEOUT_S)
+            self._client.do(ModelUndoneEvent(package.spec.model))
+            read = self._client.wait(
+                lambda: self._heard >= self._roles(), "every role's answer", timeout_s=UNDO_TIMEOUT_S
+            )
             if read:
                 package.free()
 

@@ -174,7 +174,7 @@ class RoundPipe:
                 loader.undo(package)
             client.remove_listener(self._model)
             raise
-        package.free()
+        self._package = package  # replacements of workers read it
         self._listener = self._on_message
         self._modes = [_modes(layer) for layer in self._layout.layers]
         client.do(
@@ -556,6 +556,7 @@ class RoundPipe:
                 _unpatch_optimizer(self.optimizer)
         self._client.do(ev.ModelRemovedEvent(self._model))
         self._client.remove_listener(self._model)
+        self._package.free()
         if failure is not None:
             raise failure
 
@@ -575,6 +576,8 @@ class RoundPipe:
             self._on_step_finished(msg)
         elif isinstance(msg, ev.NoteTimes):
             self._tuner.observe(msg.spans, msg.peak_bytes)
+        elif isinstance(msg, ev.NoteShortage):
+            self._tuner.out_of_memory(range(*msg.layers))
         elif isinstance(msg, ev.ReportFailure):
             self._on_failure(msg)
         elif isinstance(msg, StateMsg):

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 EXIT_START_FAILED = 4
 """Exit code after `Child.start_failed`: the launcher then waits for the reason on its way."""
 
+EXIT_FAILED = 5
+"""Exit code after `Child.fail`."""
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -119,6 +122,13 @@ class Child:
         self.mailbox.close()
         logging.shutdown()
         os._exit(0)
+
+    def fail(self, reason: str) -> None:
+        """End this process at once because of `reason`, which is the last line of its log."""
+        self.mailbox.close()
+        logging.getLogger("rpruntime").error("%s", reason)
+        logging.shutdown()
+        os._exit(EXIT_FAILED)
 
     def start_failed(self, reason: str) -> None:
         """Tell the launcher, in words for the user, why this process cannot start, and end."""

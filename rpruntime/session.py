@@ -327,9 +327,14 @@ class Session:
     def _note(self, msg: Any) -> None:
         if isinstance(msg, RoleReadyMsg):
             self.ready[msg.role] = msg.info
+            if msg.incarnation > 1:
+                self.backlog.append(msg)
         elif isinstance(msg, RoleDiedMsg):
-            self.died[msg.role] = msg.reason
             self.ready.pop(msg.role, None)
+            if msg.restarts:
+                self.backlog.append(msg)
+            else:
+                self.died[msg.role] = msg.reason
         else:
             self.backlog.append(msg)
 

@@ -1,5 +1,7 @@
 """A session of pure machines: no process, no tensor, a network that delivers in any order that real links allow.
 
+Workers may be killed at any moment: what they had sent arrives in part, to some peers and not to others.
+
 Memory is a table of extents with a description of what was written there, so that every read is checked: it must be
 live and hold what the reader believes. Freed extents are never given out again, so a late reader is caught. Workers
 pass values on unchanged at times (one extent, several keys), and messages that may be repeated sometimes are.
@@ -42,6 +44,11 @@ class Memory:
         assert extent in self.live, f"{extent} was freed while {content} was still to be read"
         assert content in self.live[extent], f"found {self.live[extent]} where {content} was expected"
 
+    def free_all(self, owner: str) -> None:
+        """Somebody adopts a dead process's arena."""
+        for extent in [extent for extent in self.live if extent.owner == owner]:
+            del self.live[extent]
+
     def free(self, extent: Extent, owner: str) -> None:
         assert extent.owner == owner, f"{owner} was told to free {extent}"
         assert self.live.pop(extent, None) is not None, f"double free of {extent}"
@@ -61,8 +68,8 @@ def is_passed_on(read: msgs.Key, written: msgs.Key) -> bool:
 class Worker:
     """A worker machine with a shell that moves descriptions around and finishes its copies in any order."""
 
-    def __init__(self, role: str, peers: tuple[str, ...], cluster: Cluster) -> None:
-        self.role, self.owner = role, f"{role}.1"
+    def __init__(self, role: str, peers: tuple[str, ...], cluster: Cluster, incarnation: int = 1) -> None:
+        self.role, self.owner, self.incarnation = role, f"{role}.{incarnation}", incarnation
         self.machine = wm.WorkerMachine(role, peers)
         self.cluster = cluster
         self.ready: list[Any] = []
@@ -70,18 +77,19 @@ class Worker:
         self.copies: dict[int, list[Any]] = defaultdict(list)
         self.own: dict[int, list[Extent]] = defaultdict(list)
         self.finished: dict[int, wm.FinishSlot] = {}
-        self.dropped: set[int] = set()
+        self.dropping: list[tuple[int, list[Extent]]] = []
         self.staged: dict[int, dict[int, Extent]] = {}
 
     def handle(self, *events: Any) -> None:
-        for instruction in self.machine.handle(*events):
+        opened = [self.cluster.spec(e.model) if isinstance(e, msgs.LoadModelMsg) else e for e in events]
+        for instruction in self.machine.handle(*opened):
             getattr(self, f"_{type(instruction).__name__}")(instruction)
 
     def choices(self) -> list[Any]:
         found: list[Any] = [("event", event) for event in self.ready]
         found += [("copy", slot, event) for slot, events in self.copies.items() for event in events]
         found += [("done", slot) for slot in self.finished if not self.copies[slot]]
-        found += [("gone", slot) for slot in self.dropped if not self.copies[slot]]
+        found += [("gone", entry) for entry in self.dropping]
         return found
 
     def act(self, choice: Any) -> None:
@@ -92,19 +100,26 @@ class Worker:
         elif kind == "copy":
             slot, event = rest
             self.copies[slot].remove(event)
-            if slot not in self.dropped:
-                self.handle(event)
+            self.handle(event)
         elif kind == "done":
             self.finished.pop(rest[0])
             self.copies.pop(rest[0])
+            self.own.pop(rest[0], None)
             self.handle(wm.SlotDoneEvent(rest[0], ()))
         else:
-            self.dropped.remove(rest[0])
-            self.copies.pop(rest[0], None)
-            self.handle(wm.SlotDroppedEvent(rest[0], tuple(self.own.pop(rest[0], ()))))
+            self.dropping.remove(rest[0])
+            self.handle(wm.SlotDroppedEvent(rest[0][0], tuple(rest[0][1])))
 
     def _Send(self, i: wm.Send) -> None:
         self.cluster.post(self.role, i.role, i.msg)
+
+    def _FreeCaches(self, i: wm.FreeCaches) -> None:
+        pass
+
+    def _Adopt(self, i: wm.Adopt) -> None:
+        assert i.owner in self.cluster.dead and i.owner.rpartition(".")[0] == self.role
+        self.cluster.adopted.append(i.owner)
+        self.cluster.memory.free_all(i.owner)
 
     def _BuildModel(self, i: wm.BuildModel) -> None:
         self.ready.append(wm.ModelBuiltEvent(i.msg.model))
@@ -119,7 +134,7 @@ class Worker:
     def _StageWeights(self, i: wm.StageWeights) -> None:
         assert i.task.slot not in self.staged
         self.staged[i.task.slot] = i.units
-        assert len(self.staged) <= wm.STAGED_SLOTS
+        assert len(self.staged) <= wm.STAGED_SLOTS + len(self.cluster.dead)
         self._check_weights(i.task)
 
     def _check_weights(self, task: msgs.SlotTask) -> None:
@@ -140,6 +155,11 @@ class Worker:
             for extent in found.extents():
                 memory.check(extent, key)
         last = m == task.microbatches[-1]
+        if (task.slot, self.owner) in self.cluster.short_of_memory:
+            if not self.cluster.random.randrange(3):
+                self.cluster.short_of_memory.discard((task.slot, self.owner))
+            self.ready.append(wm.OutOfMemoryEvent(task.slot, ERROR))
+            return
         if task.slot in self.cluster.failing and (last or self.cluster.random.random() < 0.5):
             self.cluster.failing.discard(task.slot)
             self.ready.append(wm.SlotFailedEvent(task.slot, ERROR))
@@ -150,7 +170,7 @@ class Worker:
 
         def publish(key: msgs.Key) -> None:
             same = [read for read in i.inputs if is_passed_on(read, key)]
-            if same and self.cluster.random.random() < 0.4:
+            if same and random.Random(str(key)).random() < 0.4:  # the same when redone
                 found = i.inputs[same[0]]
                 for extent in found.extents():
                     memory.alias(extent, key)
@@ -180,10 +200,10 @@ class Worker:
             for position in reversed(range(*task.layers)):
                 parts = []
                 for unit in self.cluster.trainable(task.model, position):
-                    if self.cluster.random.random() < 0.9:
+                    if random.Random(f"{task.slot} {position} {unit}").random() < 0.9:  # the same when redone
                         content = ("slab", task.call, task.slot, position, unit)
                         parts.append(msgs.SlabPart(unit, self._write(task.slot, content), (True,)))
-                        self.cluster.gave[task.model, task.call, unit].append((task.slot, -position))
+                        self.cluster.gave[task.model, task.call, unit].add((task.slot, -position))
                 self.copies[task.slot].append(wm.SlabEvent(task.slot, position, tuple(parts)))
         self.staged.pop(task.slot)
         self.copies[task.slot]  # a slot that published nothing is done too
@@ -193,7 +213,8 @@ class Worker:
     def _DropSlot(self, i: wm.DropSlot) -> None:
         self.staged.pop(i.task.slot, None)
         self.finished.pop(i.task.slot, None)
-        self.dropped.add(i.task.slot)
+        self.copies.pop(i.task.slot, None)
+        self.dropping.append((i.task.slot, self.own.pop(i.task.slot, [])))
 
 
 class Optimizer:
@@ -294,13 +315,15 @@ class Controller:
     role, owner = "controller", "controller.1"
 
     def __init__(self, workers: tuple[str, ...], cluster: Cluster) -> None:
-        self.machine = ControllerMachine(workers, self.owner, check=True)
+        self.machine = ControllerMachine(workers, self.owner, max_task_failures=cluster.max_task_failures, check=True)
         self.cluster = cluster
         self.finished: dict[int, ev.FinishCall] = {}
         self.steps: list[tuple[int, int]] = []
         self.failures: list[ev.ReportFailure] = []
         self.cancelled: set[int] = set()
         self.rewound: list[tuple[int, int]] = []
+        self.ended = False
+        self.shortages = 0
 
     def handle(self, *events: Any) -> None:
         for event in events:
@@ -332,6 +355,20 @@ class Controller:
     def _NoteTimes(self, i: ev.NoteTimes) -> None:
         pass
 
+    def _NoteShortage(self, i: ev.NoteShortage) -> None:
+        self.shortages += 1
+
+    def _NoteRedone(self, i: ev.NoteRedone) -> None:
+        pass
+
+    def _ReleaseOwner(self, i: ev.ReleaseOwner) -> None:
+        assert i.owner in self.cluster.dead
+        self.cluster.adopted.append(i.owner)
+        self.cluster.memory.free_all(i.owner)
+
+    def _EndRun(self, i: ev.EndRun) -> None:
+        self.ended = True
+
     def _FinishCancel(self, i: ev.FinishCancel) -> None:
         self.rewound.append((i.model, i.iteration))
 
@@ -354,21 +391,32 @@ ERROR = msgs.ErrorInfo(b"", "ValueError", "boom", "", ())
 class Cluster:
     """All roles and the links between them."""
 
-    def __init__(self, num_workers: int, seed: int) -> None:
+    def __init__(self, num_workers: int, seed: int, *, max_task_failures: int = 2) -> None:
         self.random = random.Random(seed)
+        self.max_task_failures = max_task_failures
         self.memory = Memory()
         self.links: dict[tuple[str, str], deque[Any]] = {}
+        """(sender, receiver), both with their incarnation."""
         self.failing: set[int] = set()
+        self.short_of_memory: set[tuple[int, str]] = set()
+        """(slot, worker with its incarnation) that will not have enough device memory."""
+        self.dead: list[str] = []
+        self.adopted: list[str] = []
+        self.starting: dict[str, int] = {}
+        """Replacements on their way."""
+        self.met: dict[str, dict[str, int]] = defaultdict(dict)
+        """What each process takes to be the incarnation of a role; messages of older ones are dropped."""
         self.ran: list[tuple[int, str, int, tuple[int, int]]] = []
-        self.gave: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
+        self.gave: dict[tuple[int, int, int], set[tuple[int, int]]] = defaultdict(set)
         self._specs: dict[int, msgs.ModelSpec] = {}
         names = tuple(f"worker-{index}" for index in range(num_workers))
         self.controller = Controller(names, self)
         self.optimizer = Optimizer(names, self)
-        self.workers = [Worker(name, names, self) for name in names]
-        self.again: list[tuple[str, str, Any]] = []
+        self.names = names
+        self.again: list[tuple[tuple[str, str], Any]] = []
         """Messages that will be sent once more."""
-        self.roles = {role.role: role for role in (self.controller, self.optimizer, *self.workers)}
+        self.roles: dict[str, Any] = {"controller": self.controller, "optimizer": self.optimizer}
+        self.roles.update({name: Worker(name, names, self) for name in names})
         self._calls = itertools.count(1)
 
     def spec(self, model: int) -> msgs.ModelSpec:
@@ -378,26 +426,80 @@ class Cluster:
         spec = self.spec(model)
         return [unit for unit in spec.layers[position].units if spec.units[unit].trainable]
 
+    @property
+    def workers(self) -> list[Worker]:
+        return [self.roles[name] for name in self.names if name in self.roles]
+
+    def name_of(self, role: str) -> str:
+        """A living role with its incarnation."""
+        return f"{role}.{getattr(self.roles.get(role), 'incarnation', 1)}"
+
     def post(self, sender: str, receiver: str, msg: Any) -> None:
-        self.links.setdefault((sender, receiver), deque()).append(msg)
+        sender = self.name_of(sender)
+        incarnation = self.met[sender].get(receiver, 1)
+        link = (sender, f"{receiver}.{incarnation}")
+        self.links.setdefault(link, deque()).append(msg)
         if isinstance(msg, REPEATED) and self.random.random() < 0.05:
-            self.again.append((sender, receiver, msg))
+            self.again.append((link, msg))
+
+    def _deliver(self, link: tuple[str, str]) -> None:
+        msg = self.links[link].popleft()
+        (sender, _, number), (receiver, _, _) = link[0].rpartition("."), link[1].rpartition(".")
+        met = self.met[link[1]]
+        if int(number) < met.get(sender, 1):
+            return
+        if isinstance(msg, msgs.FenceMsg):
+            met[msg.role] = msg.incarnation
+        elif isinstance(msg, msgs.RoleDiedMsg):
+            met[msg.role] = msg.incarnation + 1
+        self.roles[receiver].handle(msg)
+
+    def _can_deliver(self, link: tuple[str, str]) -> bool:
+        receiver = link[1].rpartition(".")[0]
+        return bool(self.links[link]) and receiver in self.roles and self.name_of(receiver) == link[1]
+
+    def kill(self, role: str, *, restarts: bool = True, running: bool = True) -> None:
+        """End a worker; of what it has sent on each link the last part may be lost."""
+        worker = self.roles.pop(role)
+        name = worker.owner
+        self.dead.append(name)
+        for link, queue in self.links.items():
+            if link[1] == name:
+                queue.clear()
+            elif link[0] == name:
+                while queue and self.random.random() < 0.7:
+                    queue.pop()
+        self.again = [entry for entry in self.again if name not in entry[0]]
+        slots = (worker.machine._busy,) if running and worker.machine._busy is not None else ()
+        died = msgs.RoleDiedMsg(role, worker.incarnation, 1, "killed", restarts, slots)
+        self.links.setdefault(("launcher.1", "controller.1"), deque()).append(died)
+        if restarts:
+            self.starting[role] = worker.incarnation + 1
+
+    def start(self, role: str) -> None:
+        """A replacement is ready."""
+        incarnation = self.starting.pop(role)
+        self.roles[role] = Worker(role, self.names, self, incarnation)
+        ready = msgs.RoleReadyMsg(role, incarnation, {})
+        self.links.setdefault(("launcher.1", "controller.1"), deque()).append(ready)
 
     def advance(self) -> bool:
         """One random thing that can happen happens; False: nothing can."""
-        choices: list[Any] = [("link", link) for link, queue in self.links.items() if queue]
+        choices: list[Any] = [("link", link) for link in self.links if self._can_deliver(link)]
         choices += [("act", name, choice) for name, role in self.roles.items() for choice in role.choices()]
         choices += [("again", repeated) for repeated in self.again]
+        choices += [("start", role) for role in self.starting]
         if not choices:
             return False
         kind, *rest = self.random.choice(choices)
         if kind == "again":
-            sender, receiver, msg = rest[0]
+            link, msg = rest[0]
             self.again.remove(rest[0])
-            self.links[sender, receiver].append(msg)
+            self.links[link].append(msg)
         elif kind == "link":
-            sender, receiver = rest[0]
-            self.roles[receiver].handle(self.links[sender, receiver].popleft())
+            self._deliver(rest[0])
+        elif kind == "start":
+            self.start(rest[0])
         else:
             self.roles[rest[0]].act(rest[1])
         return True
@@ -415,7 +517,7 @@ class Cluster:
         for role in (*self.workers, self.optimizer):
             role.handle(spec)
         self.optimizer.act("next")
-        extents = self.links["optimizer", "controller"].pop().master
+        extents = self.links["optimizer.1", "controller.1"].pop().master
         self.post("controller", "optimizer", msgs.ModelFilledMsg(spec.model))
         self.settle()
         buffers = []
@@ -423,6 +525,7 @@ class Cluster:
             if layer.buffers:
                 extent = self.memory.write(self.controller.owner, ("buffer", -spec.model, 0, position))
                 buffers.append((position, payload(extent)))
+        nothing = TensorHandle(Extent(self.controller.owner, "x", 0, 1), 0, (1,), (1,), "uint8")
         self.controller.handle(
             ev.ModelAddedEvent(
                 spec.model,
@@ -432,7 +535,8 @@ class Cluster:
                 spec.recompute,
                 spec.asynchronous,
                 extents,
-            )
+            ),
+            ev.ModelLoadingEvent(msgs.LoadModelMsg(spec.model, nothing)),
         )
 
     def call(

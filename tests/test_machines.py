@@ -20,10 +20,14 @@ from tests.cluster import ERROR, Cluster, make_spec, payload, random_plan
 class Script:
     """A random training script on a cluster, with the bookkeeping of what must come out."""
 
-    def __init__(self, seed: int, *, failures: bool = False) -> None:
+    def __init__(
+        self, seed: int, *, failures: bool = False, deaths: bool = False, max_task_failures: int = 1000
+    ) -> None:
         self.rng = random.Random(seed)
-        self.cluster = Cluster(self.rng.randint(1, 4), seed)
+        self.cluster = Cluster(self.rng.randint(1, 4), seed, max_task_failures=max_task_failures)
         self.failures = failures
+        self.deaths = deaths
+        self.killed = 0
         self.num_layers = self.rng.randint(1, 6)
         self.models = [1] if self.rng.random() < 0.7 else [1, 2]
         for model in self.models:
@@ -48,8 +52,18 @@ class Script:
         for _ in range(actions):
             self._act(self.rng.choice(self.models))
             self.cluster.settle(self.rng.choice([0, 0, 5, 50, 500]))
+            if self.deaths and self.rng.random() < 0.4:
+                self._kill()
         self.cluster.settle()
         self.check_rest()
+
+    def _kill(self) -> None:
+        """One worker, sometimes several at once; at least one process is always there or on its way."""
+        for worker in self.rng.sample(self.cluster.workers, min(len(self.cluster.workers), self.rng.choice([1, 1, 2]))):
+            others = len(self.cluster.workers) + len(self.cluster.starting) - 1
+            self.cluster.kill(worker.role, restarts=not others or self.rng.random() < 0.85)
+            self.killed += 1
+            self.cluster.settle(self.rng.choice([0, 5, 50]))
 
     def _act(self, model: int) -> None:
         if self.machine.is_cancelling(model):
@@ -83,6 +97,9 @@ class Script:
         call = self.cluster.call(model, self._plan(), weights)
         if self.failures and self.rng.random() < 0.15:
             self.cluster.failing.add(self.rng.randrange(before, self.machine._next_slot))
+        if self.deaths and self.rng.random() < 0.2:
+            slot = self.rng.randrange(before, self.machine._next_slot)
+            self.cluster.short_of_memory.update((slot, worker.owner) for worker in self.cluster.workers)
         self.microbatches[call] = [m for m, weight in enumerate(weights) if weight]
 
     def _plan(self):
@@ -96,12 +113,16 @@ class Script:
                 assert len(controller.finished[call].outputs) > 0
                 controller.handle(ev.OutputTakenEvent(call))
         self.cluster.settle()
-        assert set(self.cluster.memory.live) == self.machine.live_extents()
+        buried = {owner for grave in self.machine._roster.graves for owner in grave.owners}
+        assert {e for e in self.cluster.memory.live if e.owner not in buried} == {
+            e for e in self.machine.live_extents() if e.owner not in buried
+        }
         for model in self.models:
             controller.handle(ev.ModelRemovedEvent(model))
         self.cluster.settle()
         assert not self.cluster.memory.live
         assert not self.machine.live_extents()
+        assert set(self.cluster.adopted) == set(self.cluster.dead)
         assert all(worker.machine.is_idle for worker in self.cluster.workers)
         assert not self.cluster.optimizer.sums
 
@@ -140,6 +161,8 @@ class Script:
             forward = sorted((m, p) for _, k, m, (a, b) in ran if k in ("forward", "fused") for p in range(a, b))
             backward = sorted((m, p) for _, k, m, (a, b) in ran if k == "backward" for p in range(a, b))
             backward += [(m, p) for _, k, m, (a, b) in ran if k == "fused" and m in active for p in range(a, b)]
+            if self.deaths:  # some of it was done again
+                forward, backward = sorted(set(forward)), sorted(set(backward))
             assert forward == [(m, p) for m in range(count) for p in range(self.num_layers)]
             assert sorted(backward) == [(m, p) for m in active for p in range(self.num_layers)]
 
@@ -167,6 +190,27 @@ def test_a_failed_call_cancels_what_followed_and_nothing_else(seed):
     script.finish()
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 10**9))
+def test_workers_that_die_at_any_moment_change_no_sum_and_leak_nothing(seed):
+    script = Script(seed, deaths=True)
+    script.run(actions=14)
+    assert not script.cluster.controller.failures
+    script.check_steps()
+    script.check_work()
+    script.finish()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 10**9), st.sampled_from([1, 2, 1000]))
+def test_deaths_and_failures_together(seed, max_task_failures):
+    script = Script(seed, failures=True, deaths=True, max_task_failures=max_task_failures)
+    script.run(actions=14)
+    script.check_steps()
+    script.check_work()
+    script.finish()
+
+
 def test_calls_do_fail_in_a_fair_share_of_the_scripts():
     failed = survived = 0
     for seed in range(60):
@@ -186,7 +230,7 @@ def test_a_failed_slot_of_an_unknown_call_is_answered_with_a_cancel():
     cluster = Cluster(2, 0)
     cluster.load(make_spec(1, random.Random(0), 2, asynchronous=False, grain="stage"))
     cluster.controller.handle(msgs.SlotFailedMsg(999, 998, "worker-1", ERROR))
-    assert cluster.links["controller", "worker-1"][-1] == msgs.CancelMsg(1, 998, 998)
+    assert cluster.links["controller.1", "worker-1.1"][-1] == msgs.CancelMsg(1, 998, 998)
     cluster.settle()
     assert not cluster.controller.failures and not cluster.controller.rewound
     assert not cluster.controller.machine._strays
@@ -223,14 +267,16 @@ def test_what_a_cancelled_slot_passed_on_of_a_running_call_is_freed_once():
     call(2)
     call(3)
     buffers, slab, dropped = room("worker-0.1"), room("worker-1.1"), room("worker-0.1")
-    products = ((("buffer", 2, 0, 0), (buffers,)), (("slab", 2, 2, 0, 0), (slab,)))
-    handle(msgs.SlotCommittedMsg(2, "worker-1", products))
+    handle(msgs.DataReadyMsg(1, ("buffer", 2, 0, 0), payload(buffers), 2))
+    handle(msgs.SlabReadyMsg(1, 2, 2, 0, (msgs.SlabPart(0, slab, (True,)),)))
+    handle(msgs.SlotCommittedMsg(2, "worker-1"))
     handle(msgs.SlotFailedMsg(3, 3, "worker-0", ERROR))
     for role, extents in (("worker-0", (dropped,)), ("worker-1", ()), ("optimizer", ())):
         handle(msgs.CancelledMsg(1, 2, role, extents))
     assert dropped in freed
     assert buffers not in freed
-    handle(msgs.SlotCommittedMsg(1, "worker-0", ((("buffer", 1, 0, 0), (buffers,)),)))
+    handle(msgs.DataReadyMsg(1, ("buffer", 1, 0, 0), payload(buffers), 1))
+    handle(msgs.SlotCommittedMsg(1, "worker-0"))
     assert buffers not in freed and slab in freed
     assert buffers in machine.live_extents()
     handle(msgs.StepDoneMsg(1, 0, None, False, 0.0))
@@ -242,10 +288,10 @@ def test_what_a_cancelled_slot_passed_on_of_a_running_call_is_freed_once():
 
 @pytest.mark.slow
 @settings(max_examples=1500, deadline=None)
-@given(st.integers(0, 10**9), st.booleans())
+@given(st.integers(0, 10**9), st.booleans(), st.booleans())
 @pytest.mark.timeout(900)
-def test_many_more_orders(seed, failures):
-    script = Script(seed, failures=failures)
+def test_many_more_orders(seed, failures, deaths):
+    script = Script(seed, failures=failures, deaths=deaths)
     script.run(actions=25)
     script.check_steps()
     script.check_work()

@@ -45,7 +45,8 @@ class Session:
 
     def deaths(self) -> list[str]:
         """Lines about deaths so far."""
-        return [line for line in self.run.out.splitlines() if line.startswith("died")]
+        complete = self.run.out.rpartition("\n")[0]
+        return [line for line in complete.splitlines() if line.startswith("died")]
 
     def wait_deaths(self, count: int) -> list[str]:
         """The lines once there are so many."""

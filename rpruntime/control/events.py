@@ -7,7 +7,7 @@ from typing import Any
 
 from rpruntime.schedule.plan import ExecutionPlan
 from rpruntime.store.handle import Extent, Payload
-from rpruntime.wire.messages import ErrorInfo, StepDoneMsg, UnitSpec
+from rpruntime.wire.messages import ErrorInfo, LoadModelMsg, StepDoneMsg, UnitSpec
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,20 @@ class ModelAddedEvent:
     asynchronous: bool
     master: tuple[Extent, ...]
     """Version 0 of each unit."""
+
+
+@dataclass(frozen=True)
+class ModelLoadingEvent:
+    """Tell all roles to load a model; so is a worker that starts later."""
+
+    load: LoadModelMsg
+
+
+@dataclass(frozen=True)
+class ModelUndoneEvent:
+    """Loading failed: all roles forget the model."""
+
+    model: int
 
 
 @dataclass(frozen=True)
@@ -73,7 +87,16 @@ class OutputTakenEvent:
     call: int
 
 
-Event = ModelAddedEvent | ModelRemovedEvent | CallEvent | StepEvent | DiscardEvent | OutputTakenEvent
+Event = (
+    ModelLoadingEvent
+    | ModelUndoneEvent
+    | ModelAddedEvent
+    | ModelRemovedEvent
+    | CallEvent
+    | StepEvent
+    | DiscardEvent
+    | OutputTakenEvent
+)
 
 
 @dataclass(frozen=True)
@@ -141,4 +164,39 @@ class FinishCancel:
     iteration: int
 
 
-Instruction = Send | FreeOwn | FinishCall | FinishStep | NoteTimes | ReportFailure | FinishCancel
+@dataclass(frozen=True)
+class NoteShortage:
+    """A slot over these layers found its device's memory too small and had to run again."""
+
+    model: int
+    layers: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class NoteRedone:
+    """A worker died: so many of its slots and micro-batches are handed out again, to these roles."""
+
+    role: str
+    slots: int
+    microbatches: int
+    to: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ReleaseOwner:
+    """Nothing of a dead process's arena is read any more, and no replacement will adopt it."""
+
+    owner: str
+
+
+@dataclass(frozen=True)
+class EndRun:
+    """No worker is left."""
+
+    reason: str
+
+
+Instruction = (
+    Send | FreeOwn | FinishCall | FinishStep | NoteTimes | ReportFailure | FinishCancel | NoteShortage | NoteRedone
+    | ReleaseOwner     | EndRun
+)  # fmt: skip

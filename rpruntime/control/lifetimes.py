@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from rpruntime.store.handle import Extent
-from rpruntime.wire.messages import Key
+from rpruntime.wire.messages import DataReadyMsg, Key
 
 Reader = Hashable
 """A slot's number, or the name of another holder: "optimizer", ("head", model)..."""
@@ -20,6 +20,7 @@ Reader = Hashable
 class _Entry:
     readers: set[Reader] = field(default_factory=set)
     extents: tuple[Extent, ...] | None = None  # None until the producer has committed
+    announced: tuple[DataReadyMsg, str] | None = None  # what its readers were told, and by whom
 
 
 class Lifetimes:
@@ -73,6 +74,24 @@ class Lifetimes:
         """The extents of a committed key; None: unknown or not committed."""
         entry = self._entries.get(key)
         return None if entry is None else entry.extents
+
+    def announce(self, msg: DataReadyMsg, by: str) -> bool:
+        """The readers of a live key were told of it; False: they had been, the first message stays."""
+        entry = self._entries.get(msg.key)
+        if entry is None or entry.announced is not None:
+            return False
+        entry.announced = (msg, by)
+        return True
+
+    def announced(self, key: Key) -> tuple[DataReadyMsg, str] | None:
+        """What the readers of a key were told, and by which role."""
+        entry = self._entries.get(key)
+        return None if entry is None else entry.announced
+
+    def readers(self, key: Key) -> set[Reader]:
+        """Who still reads a key."""
+        entry = self._entries.get(key)
+        return set() if entry is None else entry.readers
 
     def is_live(self, key: Key) -> bool:
         """Whether anything still names this key."""

@@ -6,46 +6,64 @@ data. It never waits: tasks go out at once and the peers' events order them.
     call ----> CallMsg, inputs, tasks ----> workers --(losses, commits)--> FinishCall
     step ----> StepMsg -------------------> optimizer -(weights, done)---> FinishStep
     failure -> CancelMsg to everybody ----> CancelledMsg from everybody -> FinishCancel
+    death ---> FenceMsg to everybody; the dead worker's slots ----> other workers (docs/faults.md)
 """
 
 from __future__ import annotations
 
+import pickle
 import struct
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rpruntime.control.events import (
     CallEvent,
     DiscardEvent,
+    EndRun,
     FinishCall,
     FinishCancel,
     FinishStep,
     FreeOwn,
     Instruction,
     ModelAddedEvent,
+    ModelLoadingEvent,
     ModelRemovedEvent,
+    ModelUndoneEvent,
+    NoteRedone,
+    NoteShortage,
     NoteTimes,
     OutputTakenEvent,
+    ReleaseOwner,
     ReportFailure,
     Send,
     StepEvent,
 )
 from rpruntime.control.lifetimes import Lifetimes
+from rpruntime.control.roster import Roster
 from rpruntime.control.tasks import CallTasks, plan_call, plan_inference
+from rpruntime.errors import WorkerDied
 from rpruntime.store.handle import Extent, Payload
 from rpruntime.wire.messages import (
+    AdoptMsg,
     CallMsg,
     CancelledMsg,
     CancelMsg,
     DataReadyMsg,
     DiscardMsg,
+    ErrorInfo,
     ExpectSlabsMsg,
+    FencedMsg,
+    FenceMsg,
     FreeMsg,
     Key,
+    LoadModelMsg,
     LossReadyMsg,
+    RoleDiedMsg,
+    RoleReadyMsg,
     SlabDoneMsg,
+    SlabReadyMsg,
     SlotCommittedMsg,
     SlotFailedMsg,
     SlotTask,
@@ -57,6 +75,9 @@ from rpruntime.wire.messages import (
 )
 
 OPTIMIZER = "optimizer"
+MAX_TASK_FAILURES = 2
+"""Processes that may die with one slot running before the slot is blamed."""
+MAX_UNITS_A_MESSAGE = 1000
 
 
 def float32(value: float) -> float:
@@ -73,6 +94,10 @@ class _Call:
     event: CallEvent
     iteration: int
     open_slots: set[int]
+    msg: CallMsg
+    """What its workers were told."""
+    slabs: dict[tuple[int, int], tuple[str, SlabReadyMsg]] = field(default_factory=dict)
+    """(slot, position) -> who told the optimizer of its gradients, and the message."""
     losses: dict[int, float] = field(default_factory=dict)
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     outputs: dict[int, Payload] = field(default_factory=dict)
@@ -137,20 +162,39 @@ class ControllerMachine:
     Args:
         workers: the workers' roles, in device order.
         owner: name under which its own arena allocates.
+        max_task_failures: processes that may die with one slot running before its call fails.
         check: validate all redundant state after every event (tests).
     """
 
-    def __init__(self, workers: Sequence[str], owner: str = "controller.1", *, check: bool = False):
+    def __init__(
+        self,
+        workers: Sequence[str],
+        owner: str = "controller.1",
+        *,
+        max_task_failures: int = MAX_TASK_FAILURES,
+        check: bool = False,
+    ):
         self.workers = tuple(workers)
+        self._roster = Roster(workers)
+        self._max_task_failures = max_task_failures
         self._owner = owner
         self._check = check
         self._models: dict[int, _Model] = {}
         self._calls: dict[int, _Call] = {}
         self._slots: dict[int, SlotTask] = {}
+        self._roles: dict[int, str] = {}
+        """Who runs each of them."""
+        self._moved: set[int] = set()
+        """Those that went to another role than the producers of what they read were told."""
+        self._written: dict[int, dict[Key, dict[Extent, None]]] = {}
+        """What each of them has published so far, by all its attempts."""
+        self._deaths: Counter[int] = Counter()
+        self._causes: dict[int, list[str]] = {}
+        """Why processes died with a slot running."""
+        self._loads: dict[int, LoadModelMsg] = {}
+        """What a worker that starts late is told."""
         self._next_slot = 1
         self._lifetimes = Lifetimes()
-        self._buffers: dict[Key, Payload] = {}
-        """Payloads of the buffers that are live."""
         self._held: dict[int, SlotCommittedMsg] = {}
         """Commits that came before the commits of all that the slot read."""
         self._strays: set[tuple[int, int, str]] = set()
@@ -159,6 +203,8 @@ class ControllerMachine:
         """Slabs that the optimizer was done with before their slot's commit arrived."""
         self._out: list[Instruction] = []
         self._handlers: dict[type, Callable[[Any], None]] = {
+            ModelLoadingEvent: self._on_model_loading,
+            ModelUndoneEvent: self._on_model_undone,
             ModelAddedEvent: self._on_model_added,
             ModelRemovedEvent: self._on_model_removed,
             CallEvent: self._on_call,
@@ -167,18 +213,24 @@ class ControllerMachine:
             OutputTakenEvent: self._on_output_taken,
             LossReadyMsg: self._on_loss,
             DataReadyMsg: self._on_data,
+            SlabReadyMsg: self._on_slab_ready,
             SlotCommittedMsg: self._on_committed,
             SlotFailedMsg: self._on_failed,
             CancelledMsg: self._on_cancelled,
             SlabDoneMsg: self._on_slab_done,
             WeightsReadyMsg: self._on_weights,
             StepDoneMsg: self._on_step_done,
+            RoleDiedMsg: self._on_role_died,
+            RoleReadyMsg: self._on_role_ready,
+            FencedMsg: self._on_fenced,
         }
 
     def handle(self, *events: Any) -> list[Instruction]:
         """Take events in, in order; returns what is to be done about them, in order."""
         for event in events:
             self._handlers[type(event)](event)
+            if self._roster.graves:
+                self._settle_graves()
             if self._check:
                 self.validate()
         out, self._out = self._out, []
@@ -189,6 +241,11 @@ class ControllerMachine:
         return type(message) in self._handlers
 
     # --- what the shell may ask
+
+    @property
+    def living_workers(self) -> tuple[str, ...]:
+        """The workers that take part at present."""
+        return self._roster.living
 
     def iteration(self, model: int) -> int:
         """The open iteration of a model."""
@@ -223,9 +280,24 @@ class ControllerMachine:
         """The buffers after the last step issued, by position; its calls must have finished."""
         state = self._models[model]
         start = state.iterations[state.iteration].buffers_from
-        return {position: self._buffers[("buffer", *start, position)] for position, _ in state.spec.buffers}
+        found = {}
+        for position, _ in state.spec.buffers:
+            announced = self._lifetimes.announced(("buffer", *start, position))
+            assert announced is not None
+            found[position] = announced[0].payload
+        return found
 
     # --- models
+
+    def _on_model_loading(self, event: ModelLoadingEvent) -> None:
+        self._loads[event.load.model] = event.load
+        for role in (*self._roster.living, OPTIMIZER):
+            self._send(role, event.load)
+
+    def _on_model_undone(self, event: ModelUndoneEvent) -> None:
+        self._loads.pop(event.model, None)
+        for role in (*self._roster.living, OPTIMIZER):
+            self._send(role, UnloadModelMsg(event.model))
 
     def _on_model_added(self, event: ModelAddedEvent) -> None:
         start = (-event.model, 0)
@@ -235,10 +307,13 @@ class ControllerMachine:
             key: Key = ("buffer", *start, position)
             self._lifetimes.hold(key, ("head", event.model))
             self._lifetimes.hold(key, ("start", event.model, 0))
-            self._publish(key, payload.extents())
-            self._buffers[key] = payload
-            for worker in self.workers:
-                self._send(worker, DataReadyMsg(event.model, key, payload))
+            msg = DataReadyMsg(event.model, key, payload)
+            self._publish_own(msg)
+            for worker in self._roster.living:
+                self._send(worker, msg)
+        for role in self._roster.replaced():
+            if role in self._roster.living:  # it may have started after the optimizer published
+                self._send_weights(role, event.model)
 
     def _on_model_removed(self, event: ModelRemovedEvent) -> None:
         model = self._models.pop(event.model)
@@ -250,8 +325,7 @@ class ControllerMachine:
         for start in (model.buffers_from, *(iteration.buffers_from for iteration in model.iterations.values())):
             for position, _ in model.spec.buffers:
                 self._drop(("buffer", *start, position))
-        for role in (*self.workers, OPTIMIZER):
-            self._send(role, UnloadModelMsg(event.model))
+        self._on_model_undone(ModelUndoneEvent(event.model))
         for key in self._lifetimes.live_keys():
             if key[:2] == ("weights", event.model):
                 self._lifetimes.drop(key)  # the optimizer frees its slabs when it unloads
@@ -261,23 +335,25 @@ class ControllerMachine:
     def _on_call(self, event: CallEvent) -> None:
         model = self._models[event.model]
         assert model.cancel is None
-        tasks = self._plan(event, model)
-        self._calls[event.call] = _Call(event, model.iteration, set(tasks.slots))
-        self._send_call(event, model, tasks)
+        workers = self._roster.expected
+        tasks = self._plan(event, model, workers)
+        msg = self._call_msg(event, model, tasks)
+        self._calls[event.call] = _Call(event, model.iteration, set(tasks.slots), msg)
+        self._send_call(event, msg, tasks)
         self._register(event, model, tasks)
-        model.first_device = (model.first_device + len(tasks.slots)) % len(self.workers)
+        model.first_device = (model.first_device + len(tasks.slots)) % len(workers)
         if not event.inference:
             model.iterations[model.iteration].calls.append(event.call)
             model.wanted.append(event.call)
             model.num_microbatches += len(event.inputs)
 
-    def _plan(self, event: CallEvent, model: _Model) -> CallTasks:
+    def _plan(self, event: CallEvent, model: _Model, workers: tuple[str, ...]) -> CallTasks:
         plan = plan_inference if event.inference else plan_call
         tasks = plan(
             event,
-            self.workers,
+            workers,
             first_slot=self._next_slot,
-            first_device=model.first_device,
+            first_device=model.first_device % len(workers),
             version=model.iteration if event.inference else model.version_read(),
             grain=model.spec.grain,
             buffered=frozenset(position for position, _ in model.spec.buffers),
@@ -289,6 +365,7 @@ class ControllerMachine:
     def _register(self, event: CallEvent, model: _Model, tasks: CallTasks) -> None:
         for slot, task in tasks.slots.items():
             self._slots[slot] = task
+            self._roles[slot] = tasks.roles[slot]
             for key in tasks.reads[slot]:
                 self._lifetimes.hold(key, slot)
             for position in range(*task.layers):
@@ -304,10 +381,14 @@ class ControllerMachine:
                     if model.spec.units[unit].trainable:
                         self._lifetimes.hold(("slab", event.call, slot, position, unit), OPTIMIZER)
         for m, payload in enumerate(event.inputs):
-            self._publish(("act", event.call, m, 0), payload.extents())
+            self._publish_own(DataReadyMsg(event.model, ("act", event.call, m, 0), payload))
         for m, label in enumerate(event.labels):
             if label is not None:
-                self._publish(("label", event.call, m), label.extents())
+                self._publish_own(DataReadyMsg(event.model, ("label", event.call, m), label))
+
+    def _publish_own(self, msg: DataReadyMsg) -> None:
+        self._lifetimes.announce(msg, self._owner)
+        self._publish(msg.key, msg.payload.extents())
 
     def _move_head(self, number: int, model: _Model, to: tuple[int, int]) -> None:
         old, model.buffers_from = model.buffers_from, to
@@ -316,8 +397,8 @@ class ControllerMachine:
             if old != to:
                 self._release(("head", number), ("buffer", *old, position))
 
-    def _send_call(self, event: CallEvent, model: _Model, tasks: CallTasks) -> None:
-        call = CallMsg(
+    def _call_msg(self, event: CallEvent, model: _Model, tasks: CallTasks) -> CallMsg:
+        return CallMsg(
             call=event.call,
             model=event.model,
             iteration=model.iteration,
@@ -333,10 +414,12 @@ class ControllerMachine:
             buffers_kept=min(iteration.buffers_from[0] for iteration in model.iterations.values()),
             context=event.context,
         )
-        for worker in self.workers:
+
+    def _send_call(self, event: CallEvent, call: CallMsg, tasks: CallTasks) -> None:
+        for worker in self._roster.living:
             self._send(worker, call)
         if tasks.slabs:
-            self._send(OPTIMIZER, ExpectSlabsMsg(event.model, model.iteration, event.call, tasks.slabs))
+            self._send(OPTIMIZER, ExpectSlabsMsg(event.model, call.iteration, event.call, tasks.slabs))
         for m, payload in enumerate(event.inputs):
             for role in tasks.input_readers[m]:
                 self._send(role, DataReadyMsg(event.model, ("act", event.call, m, 0), payload))
@@ -353,13 +436,27 @@ class ControllerMachine:
             call.metrics[msg.microbatch] = msg.metrics
 
     def _on_data(self, msg: DataReadyMsg) -> None:
-        if msg.key[0] == "buffer":
-            if self._lifetimes.is_live(msg.key):
-                self._buffers[msg.key] = msg.payload
+        if msg.slot not in self._slots or msg.slot in self._held:
+            return  # repeated, or cancelled
+        self._write(msg.slot, msg.key, msg.payload.extents())
+        if msg.key[0] == "out":
+            self._calls[msg.key[1]].outputs[msg.key[2]] = msg.payload
+        if not self._lifetimes.announce(msg, self._roles[msg.slot]):
             return
-        call = self._calls.get(msg.key[1])
-        if call is not None:
-            call.outputs[msg.key[2]] = msg.payload
+        for reader in self._lifetimes.readers(msg.key) & self._moved if self._moved else ():
+            assert isinstance(reader, int)
+            self._send(self._roles[reader], msg)
+
+    def _on_slab_ready(self, msg: SlabReadyMsg) -> None:
+        if msg.slot not in self._slots or msg.slot in self._held:
+            return
+        for part in msg.parts:
+            self._write(msg.slot, ("slab", msg.call, msg.slot, msg.position, part.unit), (part.extent,))
+        self._calls[msg.call].slabs[msg.slot, msg.position] = (self._roles[msg.slot], msg)
+
+    def _write(self, slot: int, key: Key, extents: Iterable[Extent]) -> None:
+        """Of every attempt: somebody may read any of them."""
+        self._written.setdefault(slot, {}).setdefault(key, {}).update(dict.fromkeys(extents))
 
     def _on_committed(self, msg: SlotCommittedMsg) -> None:
         """A slot may pass on what it read, so a commit waits until all that it read has been published: only then is
@@ -369,25 +466,28 @@ class ControllerMachine:
         model = self._models[self._slots[msg.slot].model]
         self._held[msg.slot] = msg
         while True:
-            ready = [slot for slot, held in self._held.items() if not self._unpublished(slot, held)]
+            ready = [slot for slot in self._held if not self._unpublished(slot)]
             if not ready:
                 break
             for slot in ready:
                 self._commit(self._held.pop(slot))
         self._free_leftovers(model)
 
-    def _unpublished(self, reader: Hashable, committed: SlotCommittedMsg | None = None) -> set[Key]:
+    def _unpublished(self, reader: Hashable) -> set[Key]:
         """What a reader reads, besides weights and what it writes itself, and what nobody has committed yet."""
-        keys = self._lifetimes.reads(reader) - {key for key, _ in (committed.products if committed else ())}
+        own = self._written.get(reader, {}) if isinstance(reader, int) else {}
+        keys = self._lifetimes.reads(reader) - own.keys()
         return {key for key in keys if key[0] != "weights" and self._lifetimes.extents(key) is None}
 
     def _commit(self, msg: SlotCommittedMsg) -> None:
-        task = self._slots.pop(msg.slot)
-        for key, extents in msg.products:
+        task = self._slots[msg.slot]
+        for key, extents in self._forget_slot(msg.slot).items():
             self._publish(key, extents)
         self._release(msg.slot)
         if msg.spans and task.kind != "infer":
             self._out.append(NoteTimes(task.model, msg.spans, msg.peak_bytes))
+        if msg.tries > 1:
+            self._out.append(NoteShortage(task.model, task.layers))
         for key in [key for key in self._early_slabs if key[2] == msg.slot]:
             self._early_slabs.discard(key)
             self._drop(key)
@@ -397,6 +497,13 @@ class ControllerMachine:
         if not call.open_slots and (cancel is None or not cancel.first_call <= task.call <= cancel.last_call):
             self._finish_call(task.call, call)
             self._finish_steps(self._models[task.model])
+
+    def _forget_slot(self, slot: int) -> dict[Key, dict[Extent, None]]:
+        """The slot is over; returns what it has published."""
+        del self._slots[slot], self._roles[slot], self._deaths[slot]
+        self._moved.discard(slot)
+        self._causes.pop(slot, None)
+        return self._written.pop(slot, {})
 
     def _free_leftovers(self, model: _Model) -> None:
         for reader in [reader for reader in model.leftovers if not self._unpublished(reader)]:
@@ -517,9 +624,9 @@ class ControllerMachine:
         calls = tuple(c for c in self._calls if first <= c <= last and self._calls[c].event.model == number)
         steps = () if iteration is None else tuple(step for step in model.steps if step >= iteration)
         model.cancel = _Cancel(first, last, iteration)
-        model.cancel_waits_for = {*self.workers, OPTIMIZER}
+        model.cancel_waits_for = {*self._roster.living, OPTIMIZER}
         self._out.append(ReportFailure(number, msg.call, len(call.event.inputs), msg.error, calls, steps))
-        for role in (*self.workers, OPTIMIZER):
+        for role in (*self._roster.living, OPTIMIZER):
             self._send(role, CancelMsg(number, first, last))
 
     def _on_cancelled(self, msg: CancelledMsg) -> None:
@@ -533,10 +640,13 @@ class ControllerMachine:
             return
         if msg.role not in model.cancel_waits_for:
             return
-        model.cancel_waits_for.discard(msg.role)
         model.cancel_extents += msg.extents
-        if not model.cancel_waits_for:
-            self._clear_cancelled(msg.model, model, model.cancel)
+        self._stop_waiting(msg.model, model, msg.role)
+
+    def _stop_waiting(self, number: int, model: _Model, role: str) -> None:
+        model.cancel_waits_for.discard(role)
+        if model.cancel is not None and not model.cancel_waits_for:
+            self._clear_cancelled(number, model, model.cancel)
 
     def _clear_cancelled(self, number: int, model: _Model, cancel: _Cancel) -> None:
         gone = range(cancel.first_call, cancel.last_call + 1)
@@ -562,9 +672,10 @@ class ControllerMachine:
         slots = [slot for slot, task in self._slots.items() if task.call in calls]
         readers = [*slots, *model.leftovers]
         roots = {key for reader in readers for key in self._unpublished(reader) if key[1] not in calls}
-        written = [
-            e for slot in slots if slot in self._held for _, extents in self._held.pop(slot).products for e in extents
-        ]
+        written: list[Extent] = []
+        for slot in [slot for slot in slots if self._held.pop(slot, None) is not None]:
+            for found in self._written.get(slot, {}).values():
+                written += found
         for extents in model.leftovers.values():
             written += extents
         model.leftovers = {}
@@ -574,7 +685,7 @@ class ControllerMachine:
         for key in sorted(roots):
             self._lifetimes.hold(key, left)
         for slot in slots:
-            del self._slots[slot]
+            self._forget_slot(slot)
         for reader in readers:
             freed += self._lifetimes.release(reader)
         for key in self._lifetimes.live_keys():
@@ -587,7 +698,6 @@ class ControllerMachine:
         else:
             freed += written
         self._free(dict.fromkeys(freed))
-        self._forget_buffers()
 
     def _rewind(self, number: int, model: _Model, iteration: int) -> None:
         """Counters and buffers as after step `iteration - 1`."""
@@ -605,30 +715,193 @@ class ControllerMachine:
         for unit in model.versions:
             self._retire_versions(number, model, unit)
 
+    # --- deaths of workers (docs/faults.md)
+
+    def _on_role_died(self, msg: RoleDiedMsg) -> None:
+        if not self._roster.bury(msg.role, msg.incarnation, msg.restarts, self._calls):
+            return
+        for by in (*self._roster.to_fence(), OPTIMIZER):
+            self._fence(by, msg.role)
+        self._strays = {stray for stray in self._strays if stray[2] != msg.role}
+        for number, model in self._models.items():
+            self._stop_waiting(number, model, msg.role)
+        self._blame(msg)
+        if not self._roster.expected:
+            self._out.append(EndRun(f"{msg.role} (pid {msg.pid}) died: {msg.reason}"))
+            return
+        self._announce_again(msg.role)
+        self._redo(msg.role)
+
+    def _fence(self, by: str, role: str) -> None:
+        self._roster.fence(by, role)
+        msg = FenceMsg(role, self._roster.incarnation(role), self._roster.is_retired(role))
+        self._out.append(Send(by, msg))
+
+    def _blame(self, msg: RoleDiedMsg) -> None:
+        """Count the death against the slots that were running; one too many fails the call."""
+        for slot in msg.slots:
+            if slot not in self._slots or slot in self._held or self._is_cancelled(slot):
+                continue
+            self._deaths[slot] += 1
+            self._causes.setdefault(slot, []).append(f"{msg.role} (pid {msg.pid}): {msg.reason}")
+            if self._deaths[slot] >= self._max_task_failures:
+                task = self._slots[slot]
+                self._on_failed(SlotFailedMsg(slot, task.call, msg.role, self._error(task, msg)))
+
+    def _error(self, task: SlotTask, msg: RoleDiedMsg) -> ErrorInfo:
+        causes = self._causes[task.slot]
+        text = (
+            f"layers {task.layers[0]} to {task.layers[1] - 1} ({task.kind}) ended {len(causes)} processes, so they are "
+            f"not tried again; first {causes[0]}" + "".join(f"; then {cause}" for cause in causes[1:])
+        )
+        return ErrorInfo(
+            pickled=pickle.dumps(WorkerDied(text)),
+            type_name="WorkerDied",
+            text=text,
+            traceback="",
+            frames=(),
+            phase=msg.phase,
+            layer=msg.layer,
+            microbatch=msg.microbatch,
+            device=msg.role,
+        )
+
+    def _is_cancelled(self, slot: int) -> bool:
+        task = self._slots[slot]
+        cancel = self._models[task.model].cancel
+        return cancel is not None and cancel.first_call <= task.call <= cancel.last_call
+
+    def _redo(self, role: str) -> None:
+        """Hand out again what a dead worker has not committed, lowest number first."""
+        slots = [s for s, r in self._roles.items() if r == role and s not in self._held and not self._is_cancelled(s)]
+        complete, count, targets = [], 0, self._roster.expected
+        for index, slot in enumerate(sorted(slots)):
+            task = self._slots[slot]
+            left = tuple(m for m in task.microbatches if not self._is_finished(task, m))
+            if task.microbatches and not left:
+                complete.append(slot)
+                continue
+            self._slots[slot] = replace(task, microbatches=left, attempt=self._deaths[slot])
+            self._roles[slot] = targets[index % len(targets)]
+            self._moved.add(slot)
+            count += len(left)
+            self._hand_over(slot)
+        if slots:
+            self._out.append(NoteRedone(role, len(slots) - len(complete), count, targets))
+        for slot in complete:
+            self._on_committed(SlotCommittedMsg(slot, role))
+
+    def _is_finished(self, task: SlotTask, m: int) -> bool:
+        """Whether everything that a micro-batch publishes is there; sums of gradients died with the process."""
+        call = self._calls[task.call]
+        if task.kind in ("fused", "backward"):
+            return False
+        expected: list[Key] = [("act", task.call, m, position) for position, _ in task.publish]
+        if task.kind == "forward":
+            buffered = {position for position, _ in self._models[task.model].spec.buffers}
+            expected += [("buffer", task.call, m, p) for p in range(*task.layers) if p in buffered]
+        elif task.layers[1] == len(self._models[task.model].spec.layer_units):
+            if not call.event.wants_output:
+                return m in call.losses
+            expected.append(("out", task.call, m))
+        written = self._written.get(task.slot, {})
+        return all(key in written for key in expected)
+
+    def _hand_over(self, slot: int) -> None:
+        """Everything that a role needs to run a slot, besides weights; it may know some of it."""
+        task, role = self._slots[slot], self._roles[slot]
+        if self._roster.is_away(role):
+            return  # when it joins
+        self._send(role, self._calls[task.call].msg)
+        self._send(role, TaskMsg(task))
+        for key in sorted(self._lifetimes.reads(slot)):
+            announced = self._lifetimes.announced(key)
+            if announced is not None:
+                self._send(role, announced[0])
+
+    def _announce_again(self, role: str) -> None:
+        """What a dead worker published may not have reached everybody."""
+        for key in self._lifetimes.live_keys():
+            announced = self._lifetimes.announced(key)
+            if announced is None or announced[1] != role:
+                continue
+            readers = [self._roles[r] for r in self._lifetimes.readers(key) if isinstance(r, int) and r in self._roles]
+            roles = self._roster.living if key[0] == "buffer" else tuple(sorted(set(readers)))
+            for reader in roles:
+                self._send(reader, announced[0])
+        for call in self._calls.values():
+            for by, msg in call.slabs.values():
+                if by == role:
+                    self._send(OPTIMIZER, msg)
+
+    def _on_role_ready(self, msg: RoleReadyMsg) -> None:
+        if not self._roster.ready(msg.role, msg.incarnation):
+            return
+        for other in self._roster.replaced():
+            if other != msg.role:
+                self._fence(msg.role, other)
+        self._join()
+
+    def _on_fenced(self, msg: FencedMsg) -> None:
+        self._roster.fenced(msg.by, msg.role, msg.incarnation)
+        self._join()
+
+    def _join(self) -> None:
+        """Tell replacements all that the others know; from now on they take part."""
+        for role in self._roster.joining():
+            self._roster.join(role)
+            for load in self._loads.values():
+                self._send(role, load)
+            for number in self._models:
+                self._send_weights(role, number)
+            for key in self._lifetimes.live_keys():
+                announced = self._lifetimes.announced(key)
+                if key[0] == "buffer" and announced is not None:
+                    self._send(role, announced[0])
+            for slot in sorted(slot for slot, r in self._roles.items() if r == role and slot not in self._held):
+                if not self._is_cancelled(slot):
+                    self._hand_over(slot)
+
+    def _send_weights(self, role: str, number: int) -> None:
+        by_version: dict[int, list[tuple[int, Extent]]] = {}
+        for key in self._lifetimes.live_keys():
+            extents = self._lifetimes.extents(key)
+            if key[:2] == ("weights", number) and extents is not None:
+                by_version.setdefault(key[3], []).append((key[2], extents[0]))
+        for version, units in sorted(by_version.items()):
+            for start in range(0, len(units), MAX_UNITS_A_MESSAGE):
+                self._send(role, WeightsReadyMsg(number, version, tuple(units[start : start + MAX_UNITS_A_MESSAGE])))
+
+    def _settle_graves(self) -> None:
+        owners = {extent.owner for extent in self._lifetimes.live_extents()}
+        of_buffers = {key[1] for key in self._lifetimes.live_keys() if key[0] == "buffer"}  # read by later calls too
+        for grave in self._roster.silent_graves(of_buffers.union(self._calls), owners):
+            for owner in grave.owners:
+                if self._roster.is_retired(grave.role):
+                    self._out.append(ReleaseOwner(owner))
+                else:
+                    self._send(grave.role, AdoptMsg(owner))
+
     # --- plumbing
 
     def _send(self, role: str, msg: Any) -> None:
-        self._out.append(Send(role, msg))
+        if not self._roster.is_away(role):  # a replacement is told everything when it joins
+            self._out.append(Send(role, msg))
 
     def _publish(self, key: Key, extents: Iterable[Extent]) -> None:
         self._free(self._lifetimes.publish(key, extents))
 
     def _release(self, reader: Any, key: Key | None = None) -> None:
         self._free(self._lifetimes.release(reader, key))
-        self._forget_buffers()
 
     def _drop(self, key: Key) -> None:
         self._free(self._lifetimes.drop(key))
-        self._forget_buffers()
-
-    def _forget_buffers(self) -> None:
-        for key in [key for key in self._buffers if not self._lifetimes.is_live(key)]:
-            del self._buffers[key]
 
     def _free(self, extents: Iterable[Extent]) -> None:
         by_owner: dict[str, list[Extent]] = {}
         for extent in extents:
-            by_owner.setdefault(extent.owner, []).append(extent)
+            if not self._roster.is_dead(extent.owner):  # the arena goes as a whole
+                by_owner.setdefault(extent.owner, []).append(extent)
         for owner, freed in by_owner.items():
             if owner == self._owner:
                 self._out.append(FreeOwn(tuple(freed)))
@@ -640,6 +913,8 @@ class ControllerMachine:
         self._lifetimes.validate()
         for slot, task in self._slots.items():
             assert slot in self._calls[task.call].open_slots
+        assert self._roles.keys() == self._slots.keys()
+        assert self._written.keys() | self._moved | self._held.keys() <= self._slots.keys()
         for number, call in self._calls.items():
             assert all(self._slots[slot].call == number for slot in call.open_slots)
         for number, model in self._models.items():

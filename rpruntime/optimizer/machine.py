@@ -20,6 +20,8 @@ from rpruntime.wire.messages import (
     CancelMsg,
     DiscardMsg,
     ExpectSlabsMsg,
+    FencedMsg,
+    FenceMsg,
     FreeMsg,
     ModelFilledMsg,
     ModelSpec,
@@ -249,6 +251,7 @@ class OptimizerMachine:
             DiscardMsg: self._on_discard,
             CancelMsg: self._on_cancel,
             ReadStateMsg: self._on_read,
+            FenceMsg: self._on_fence,
             FreeMsg: lambda msg: self._out.append(FreeOwn(msg.extents)),
             NormEvent: self._on_norm,
             UnitSteppedEvent: self._on_unit_stepped,
@@ -464,6 +467,12 @@ class OptimizerMachine:
             del model.unwanted[call]
         model.newest_call = max(model.newest_call, msg.last_call)
         self._send(CONTROLLER, CancelledMsg(msg.model, msg.first_call, ROLE, ()))
+
+    def _on_fence(self, msg: FenceMsg) -> None:
+        """The mailbox has begun to drop what an older process of the role sends."""
+        if msg.retired:
+            self._workers = tuple(role for role in self._workers if role != msg.role)
+        self._send(CONTROLLER, FencedMsg(msg.role, msg.incarnation, ROLE))
 
     # --- reading
 

@@ -41,6 +41,8 @@ class SegmentSource(Mappings, Protocol):
 
     def release(self, segment: str) -> None: ...
 
+    def segments_of(self, owner: str) -> list[tuple[str, int]]: ...
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """The wire's name of a dtype, "float32" for `torch.float32`."""
@@ -128,6 +130,14 @@ class Arena:
         """Make one segment of exactly `nbytes` now. Raises HostMemoryError with the machine's figures."""
         with self._lock:
             self._grow(nbytes)
+
+    def adopt(self, owner: str) -> None:
+        """Take over the segments of a dead process; nothing in them is read any more."""
+        with self._lock:
+            for name, nbytes in self._source.segments_of(owner):
+                log.info("arena %s adopts %s, %.1f MiB", self.owner, name, nbytes / 2**20)
+                self.store.segment(name)
+                self._allocator.add_segment(name, nbytes)
 
     def allocate(self, nbytes: int) -> Extent:
         """An extent of `nbytes`; the arena grows if it must. Raises HostMemoryError."""

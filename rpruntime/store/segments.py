@@ -280,6 +280,11 @@ class SegmentServer:
             elif op == "release":
                 self.release(str(segment))
                 send(peer, {"ok": True})
+            elif op == "list":
+                wanted = request.get("owner")
+                with self._lock:
+                    found = [[name, os.fstat(fd).st_size] for name, (fd, of) in self._segments.items() if of == wanted]
+                send(peer, {"ok": True, "segments": found})
             elif op == "release_owner":
                 self.release_owner(str(request.get("owner")))
                 send(peer, {"ok": True})
@@ -352,6 +357,14 @@ class SegmentClient:
         with self._exclusive():
             self._maps.pop(segment, None)
         self._request({"op": "release", "segment": segment})
+
+    def segments_of(self, owner: str) -> list[tuple[str, int]]:
+        """(segment, bytes) of all that a process has made."""
+        return [(str(name), int(nbytes)) for name, nbytes in self._request({"op": "list", "owner": owner})["segments"]]
+
+    def release_owner(self, owner: str) -> None:
+        """Nobody will open the segments of a process again: the launcher drops them."""
+        self._request({"op": "release_owner", "owner": owner})
 
     def forget(self, segment: str) -> None:
         """Drop this process's mapping only; the memory goes when no view of it is left."""
@@ -456,6 +469,13 @@ class PrivateSegments:
     def open(self, segment: str) -> mmap.mmap:
         """The mapping of a segment."""
         return self._maps[segment]
+
+    def segments_of(self, owner: str) -> list[tuple[str, int]]:
+        """None: nobody dies here."""
+        return []
+
+    def release_owner(self, owner: str) -> None:
+        """Nobody dies here."""
 
     def release(self, segment: str) -> None:
         """Forget a segment; its memory goes when no view of it is left."""

@@ -3,9 +3,12 @@
     peer A  DEALER ----ipc, CURVE----> ROUTER  this process      one inbox a process, `FOLDER/ROLE.INCARNATION.sock`
     this    DEALER ----ipc, CURVE----> ROUTER  peer B            one outbox a peer, made at the first send
 
-Messages from one sender to one receiver keep their order. The session's key pair is both the server key and the only
-client key that an inbox accepts (ZAP), so whoever cannot read `session.json` cannot send. No linger: closing
-never waits for a dead peer. Not thread-safe: the owner serialises.
+Messages from one sender to one receiver keep their order. The first frame is the sender, `ROLE.INCARNATION`: what a
+dead process has left on the way is dropped once its successor is known, which the mailbox learns as it reads
+(`FenceMsg`, `RoleDiedMsg`), so that nothing slips through behind the news.
+
+The session's key pair is both the server key and the only client key that an inbox accepts (ZAP), so whoever cannot
+read `session.json` cannot send. No linger: closing never waits for a dead peer. Not thread-safe: the owner serialises.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from rpruntime.wire.codec import ProtocolError, decode, encode
-from rpruntime.wire.messages import ProtocolErrorMsg
+from rpruntime.wire.messages import FenceMsg, ProtocolErrorMsg, RoleDiedMsg
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +66,11 @@ class Mailbox:
 
     def __init__(self, folder: Path, role: str, incarnation: int, keys: tuple[str, str]) -> None:
         self.role = role
+        self._sender = f"{role}.{incarnation}".encode()
         self._folder = folder
         self._public, self._secret = (key.encode() for key in keys)
         self._incarnations: dict[str, int] = {}
+        self._retired: set[str] = set()
         self._path = socket_path(folder, role, incarnation)
         self._context = zmq.Context()
         self._auth = ThreadAuthenticator(self._context, log=logging.getLogger("rpruntime.auth"))
@@ -86,16 +91,24 @@ class Mailbox:
         return int(self._inbox.getsockopt(zmq.FD))
 
     def meet(self, role: str, incarnation: int) -> None:
-        """From now on `role` is its `incarnation`-th process; the outbox of an older one is closed."""
+        """From now on `role` is its `incarnation`-th process; an older one's outbox is closed, its mail dropped."""
         if self._incarnations.get(role, 1) != incarnation and role in self._outboxes:
             self._outboxes.pop(role).close()
         self._incarnations[role] = incarnation
 
+    def retire(self, role: str) -> None:
+        """Nobody will be `role` any more: what is sent to it is dropped."""
+        self._retired.add(role)
+        if role in self._outboxes:
+            self._outboxes.pop(role).close()
+
     def send(self, role: str, msg: Any) -> None:
         """Queue a message for a role; never blocks, and is silent about a dead peer (its death is reported apart)."""
+        if role in self._retired:
+            return
         if role not in self._outboxes:
             self._outboxes[role] = self._connect(role)
-        self._outboxes[role].send_multipart([self.role.encode(), *encode(msg)], flags=zmq.NOBLOCK)
+        self._outboxes[role].send_multipart([self._sender, *encode(msg)], flags=zmq.NOBLOCK)
 
     def wait(self, timeout_s: float) -> bool:
         """Whether a message comes within `timeout_s`; takes none, so that a lock is needed only for `receive`."""
@@ -113,14 +126,28 @@ class Mailbox:
                 return messages
             except ValueError:
                 continue
+            role, _, number = sender.decode(errors="replace").rpartition(".")
+            if not number.isdigit():
+                self._refuse(role, ProtocolError(f"the sender {sender[:64]!r} is not ROLE.INCARNATION"))
+                continue
+            if int(number) < self._incarnations.get(role, 1):
+                continue
             try:
-                messages.append(decode(frames))
+                msg = decode(frames)
             except ProtocolError as err:
-                self._refuse(sender, err)
+                self._refuse(role, err)
+                continue
+            self._note(msg)
+            messages.append(msg)
 
-    def _refuse(self, sender: bytes, err: ProtocolError) -> None:
-        log.warning("message from %r refused: %s", sender[:64], err)
-        role = sender.decode(errors="replace")
+    def _note(self, msg: Any) -> None:
+        if isinstance(msg, FenceMsg | RoleDiedMsg):
+            self.meet(msg.role, msg.incarnation + isinstance(msg, RoleDiedMsg))
+            if msg.retired if isinstance(msg, FenceMsg) else not msg.restarts:
+                self.retire(msg.role)
+
+    def _refuse(self, role: str, err: ProtocolError) -> None:
+        log.warning("message from %r refused: %s", role[:64], err)
         if role in self._outboxes:
             self.send(role, ProtocolErrorMsg(self.role, str(err)))
 

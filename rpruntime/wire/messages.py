@@ -99,12 +99,52 @@ class RoleReadyMsg:
 @message
 @dataclass(frozen=True, slots=True)
 class RoleDiedMsg:
-    """Launcher to controller: the kernel reported the end of a role's process; `reason` says why, in words."""
+    """Launcher to controller: the kernel reported the end of a role's process; `reason` says why, in words.
+
+    `restarts`: a process of the next incarnation is being started. `slots` were running, as its status page has it, and
+    `phase`, `layer`, `microbatch` are where the user's code was (-1: nowhere).
+    """
 
     role: str
     incarnation: int
     pid: int
     reason: str
+    restarts: bool = False
+    slots: tuple[int, ...] = ()
+    phase: str = ""
+    layer: int = -1
+    microbatch: int = -1
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class FenceMsg:
+    """Controller to workers and optimizer: `role` is its process number `incarnation` now, or nobody (`retired`).
+
+    The receiver's mailbox drops what an older one has sent and sends to the new one.
+    """
+
+    role: str
+    incarnation: int
+    retired: bool = False
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class FencedMsg:
+    """Answer to `FenceMsg`: nothing of an older process of `role` will be taken in by `by`."""
+
+    role: str
+    incarnation: int
+    by: str
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class AdoptMsg:
+    """Controller to a replacement: the segments of its predecessor `owner` are free room of yours."""
+
+    owner: str
 
 
 @message
@@ -305,6 +345,9 @@ class SlotTask:
     publish: tuple[tuple[int, tuple[str, ...]], ...] = ()
     grad_to: tuple[str, ...] = ()
     buffer_to: tuple[str, ...] = ()
+    attempt: int = 0
+    """How many processes died with this slot unfinished; above 0 the device is waited for at every layer, so that a
+    repeated fault is blamed on the right one."""
 
 
 @message
@@ -318,11 +361,15 @@ class TaskMsg:
 @message
 @dataclass(frozen=True, slots=True)
 class DataReadyMsg:
-    """Peer to peer: the data of `key` can be read under these handles."""
+    """Peer to peer and to the controller: the data of `key` can be read under these handles.
+
+    `slot` published it; 0: the controller, with a call's inputs and labels.
+    """
 
     model: int
     key: Key
     payload: Payload
+    slot: int = 0
 
 
 @message
@@ -348,7 +395,10 @@ class SlabPart:
 @message
 @dataclass(frozen=True, slots=True)
 class SlabReadyMsg:
-    """Worker to optimizer: the gradients of a position are in host memory. No part: nothing there got a gradient."""
+    """Worker to optimizer and controller: the gradients of a position are in host memory.
+
+    No part: nothing there got a gradient.
+    """
 
     model: int
     call: int
@@ -371,19 +421,20 @@ class LossReadyMsg:
 @message
 @dataclass(frozen=True, slots=True)
 class SlotCommittedMsg:
-    """Worker to controller: all that the slot wrote is published; what it read may go.
+    """Worker to controller: all that the slot wrote is published and was told before; what it read may go.
 
-    `products` are the keys with the extents behind them. `spans` are rows (phase, first layer, layer after the last,
-    micro-batch, start, end) of what the device computed, in milliseconds of the machine's monotonic clock: "forward"
-    and "recompute" by layer, "loss", "backward" by segment. `peak_bytes`: the device's memory at its highest during
+    `tries`: how often it ran, more than once where the device was short of memory. `spans` are rows (phase, first
+    layer, layer after the last, micro-batch, start, end) of what the device computed, in milliseconds of the machine's
+    monotonic clock: "forward" and "recompute" by layer, "loss", "backward" by segment. `peak_bytes`: the device's
+    memory at its highest during
     the slot; 0 on a CPU.
     """
 
     slot: int
     role: str
-    products: tuple[tuple[Key, tuple[Extent, ...]], ...]
     spans: tuple[tuple[str, int, int, int, float, float], ...] = ()
     peak_bytes: int = 0
+    tries: int = 1
 
 
 @struct

@@ -1,26 +1,34 @@
 """The worker's brain: which slot and which micro-batch runs next. No sockets, clock, torch or threads.
 
-Slots run in queue order, micro-batches in their order within the slot. A micro-batch starts when the events for all
-that it reads have come; weights of the next slot are staged while one computes (two slots' weights at most).
+Slots run in the order of their numbers, micro-batches in their order within the slot. A micro-batch starts when the
+events for all that it reads have come; weights of the next slot are staged while one computes (two slots' weights at
+most). A slot that a dead worker left behind has a lower number than what waits for it: it goes in between, and the
+weights that were staged for a slot that has not started make room.
 
     TaskMsg, CallMsg, DataReadyMsg, WeightsReadyMsg  ->  StageWeights, RunMicrobatch, FinishSlot   (to the shell)
     PublishedEvent, SlabEvent, SlotDoneEvent         ->  DataReadyMsg, SlabReadyMsg, SlotCommittedMsg (to the peers)
+
+Whatever is published goes to the controller too: it knows what is left to do when a worker dies.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rpruntime.store.handle import Extent, Payload
 from rpruntime.wire.messages import (
+    AdoptMsg,
     CallMsg,
     CancelledMsg,
     CancelMsg,
     DataReadyMsg,
     ErrorInfo,
+    FencedMsg,
+    FenceMsg,
     FreeMsg,
     Key,
     LossReadyMsg,
@@ -40,6 +48,8 @@ CONTROLLER = "controller"
 OPTIMIZER = "optimizer"
 STAGED_SLOTS = 2
 """Slots whose weights may be on the device at once: the one that computes and the next."""
+MAX_TRIES = 3
+"""Of a slot on a device that is short of memory: as planned, again with caches freed, layer by layer."""
 
 
 # --- from the shell
@@ -97,6 +107,14 @@ class SlotFailedEvent:
 
 
 @dataclass(frozen=True)
+class OutOfMemoryEvent:
+    """The device had no room for what the slot needed; `error` is for the script if it is of no use to try again."""
+
+    slot: int
+    error: ErrorInfo
+
+
+@dataclass(frozen=True)
 class SlotDroppedEvent:
     """Nothing of a dropped slot is in flight; `own` are the extents that it had allocated."""
 
@@ -138,10 +156,11 @@ class ForgetModel:
 
 @dataclass(frozen=True)
 class StageWeights:
-    """Start uploading the weights of a slot: unit -> extent."""
+    """Start uploading the weights of a slot, unit -> extent; `by_layer`: it runs in as little memory as it can."""
 
     task: SlotTask
     units: dict[int, Extent]
+    by_layer: bool = False
 
 
 @dataclass(frozen=True)
@@ -175,15 +194,37 @@ class FreeOwn:
     extents: tuple[Extent, ...]
 
 
-Instruction = Send | BuildModel | ForgetModel | StageWeights | RunMicrobatch | FinishSlot | DropSlot | FreeOwn
+@dataclass(frozen=True)
+class FreeCaches:
+    """Give the device memory back that nothing uses."""
+
+
+@dataclass(frozen=True)
+class Adopt:
+    """Take the segments of a dead predecessor into this worker's arena, all of them free."""
+
+    owner: str
+
+
+Instruction = (
+    Send | BuildModel | ForgetModel | StageWeights | RunMicrobatch | FinishSlot | DropSlot | FreeOwn
+    | FreeCaches | Adopt
+)  # fmt: skip
 
 
 @dataclass
 class _Progress:
     task: SlotTask
     next_index: int = 0
-    products: list[tuple[Key, tuple[Extent, ...]]] = field(default_factory=list)
     failed: bool = False
+
+
+@dataclass
+class _Cancelling:
+    msg: CancelMsg
+    slots: set[int]
+    """Slots of its calls whose copies may be in flight."""
+    extents: list[Extent]
 
 
 class WorkerMachine:
@@ -201,24 +242,37 @@ class WorkerMachine:
         self._calls: dict[int, CallMsg] = {}
         self._newest_call: dict[int, int] = {}
         """Of each model: calls of two models may come in another order than that of their numbers."""
+        self._early: dict[int, list[DataReadyMsg]] = {}
+        """Of models that this worker, a replacement, has not been told of yet."""
+        self._unloaded: set[int] = set()
         self._data: dict[int, dict[Key, Payload]] = {}
         self._buffers: dict[int, dict[Key, Payload]] = {}
         self._weights: dict[tuple[int, int], dict[int, Extent]] = {}
-        self._queue: deque[SlotTask] = deque()
+        self._queue: list[SlotTask] = []
+        """Tasks that have not started, by number."""
         self._staged: list[int] = []
         self._open: dict[int, _Progress] = {}
-        """Slots that have started and not committed, in order; the current one is the last."""
-        self._current: int | None = None
+        """Slots that have started and not committed."""
+        self._running: list[int] = []
+        """Those of them that are not launched to their end, ascending; the first one is the next to run."""
         self._busy: int | None = None
         """The slot whose `RunMicrobatch` or `FinishSlot` the shell is carrying out."""
-        self._cancels: list[tuple[CancelMsg, set[int], list[Extent]]] = []
+        self._dropping: Counter[int] = Counter()
+        """How many stages of a slot the shell is still dropping."""
+        self._announced: dict[int, list[Extent]] = {}
+        """Own extents of an uncommitted slot that peers know of."""
+        self._recovering = False
+        """Whether a slot has just found too little memory: nothing is staged until all that was dropped is gone."""
+        self._short: Counter[int] = Counter()
+        """How often a slot found the device's memory too small."""
+        self._cancels: list[_Cancelling] = []
         self._out: list[Instruction] = []
         self._handlers: dict[type, Callable[[Any], None]] = {
             ModelSpec: self._on_load,
             UnloadModelMsg: self._on_unload,
             ModelBuiltEvent: lambda event: self._send(CONTROLLER, ModelReadyMsg(event.model, self.role)),
             CallMsg: self._on_call,
-            TaskMsg: lambda msg: self._queue.append(msg.task),
+            TaskMsg: self._on_task,
             DataReadyMsg: self._on_data,
             WeightsReadyMsg: self._on_weights,
             CancelMsg: self._on_cancel,
@@ -230,6 +284,9 @@ class WorkerMachine:
             SlotDoneEvent: self._on_done,
             SlotFailedEvent: self._on_failed,
             SlotDroppedEvent: self._on_dropped,
+            OutOfMemoryEvent: self._on_out_of_memory,
+            FenceMsg: self._on_fence,
+            AdoptMsg: lambda msg: self._out.append(Adopt(msg.owner)),
         }
 
     def handle(self, *events: Any) -> list[Instruction]:
@@ -256,11 +313,15 @@ class WorkerMachine:
         self._buffers[msg.model], self._data[msg.model] = {}, {}
         self._newest_call[msg.model] = 0
         self._out.append(BuildModel(msg))
+        for early in self._early.pop(msg.model, ()):
+            self._on_data(early)
 
     def _on_unload(self, msg: UnloadModelMsg) -> None:
         tables: tuple[dict[int, Any], ...] = (self._models, self._buffers, self._data, self._newest_call)
         for table in tables:
             table.pop(msg.model, None)
+        self._early.pop(msg.model, None)
+        self._unloaded.add(msg.model)
         self._weights = {key: found for key, found in self._weights.items() if key[0] != msg.model}
         self._out.append(ForgetModel(msg.model))
 
@@ -284,11 +345,14 @@ class WorkerMachine:
 
     def _on_data(self, msg: DataReadyMsg) -> None:
         if msg.model not in self._models:
+            if msg.model not in self._unloaded:
+                self._early.setdefault(msg.model, []).append(msg)
             return
+        # the first one stays: what a redone slot publishes again is the same
         if msg.key[0] == "buffer":
-            self._buffers[msg.model][msg.key] = msg.payload
+            self._buffers[msg.model].setdefault(msg.key, msg.payload)
         elif self._may_read(msg.model, msg.key):
-            self._data[msg.model][msg.key] = msg.payload
+            self._data[msg.model].setdefault(msg.key, msg.payload)
 
     def _on_weights(self, msg: WeightsReadyMsg) -> None:
         for unit, extent in msg.units:
@@ -299,47 +363,66 @@ class WorkerMachine:
 
     # --- running
 
+    def _on_task(self, msg: TaskMsg) -> None:
+        insort(self._queue, msg.task, key=lambda task: task.slot)
+
     def _advance(self) -> None:
         self._stage_next()
         if self._busy is not None:
             return
-        if self._current is None and not self._start_next():
+        if self._queue and self._queue[0].slot in self._staged and self._is_next(self._queue[0].slot):
+            self._start(self._queue.pop(0))
+        if not self._running:
             return
-        assert self._current is not None
-        progress = self._open[self._current]
+        slot = self._running[0]
+        progress = self._open[slot]
         task = progress.task
         if progress.next_index == len(task.microbatches):
-            self._current = None
-            self._busy = task.slot
+            self._running.remove(slot)
+            self._busy = slot
             self._out.append(FinishSlot(task))
             return
         microbatch = task.microbatches[progress.next_index]
         inputs = self._inputs(task, microbatch)
         if inputs is not None:
             progress.next_index += 1
-            self._busy = task.slot
+            self._busy = slot
             self._out.append(RunMicrobatch(task, self._calls[task.call], microbatch, inputs))
 
-    def _start_next(self) -> bool:
-        if not self._queue or self._queue[0].slot not in self._staged:
-            return False
-        task = self._queue.popleft()
+    def _is_next(self, slot: int) -> bool:
+        return not self._running or slot < self._running[0]
+
+    def _start(self, task: SlotTask) -> None:
         self._open[task.slot] = _Progress(task)
-        self._current = task.slot
+        insort(self._running, task.slot)
         self._stage_next()
-        return True
 
     def _stage_next(self) -> None:
-        for task in list(self._queue)[:STAGED_SLOTS]:
+        if self._recovering:
+            if self._dropping:
+                return
+            self._recovering = False
+            self._out.append(FreeCaches())
+        for task in self._queue[:STAGED_SLOTS]:
             if task.slot in self._staged:
                 continue
-            if len(self._staged) >= STAGED_SLOTS:
-                return
             units = self._units_of(task)
             if units is None:
                 return
+            if len(self._staged) >= STAGED_SLOTS:
+                if task is not self._queue[0]:
+                    return
+                self._evict()
+                if len(self._staged) >= STAGED_SLOTS and not self._running[:1] > [task.slot]:
+                    return
             self._staged.append(task.slot)
-            self._out.append(StageWeights(task, units))
+            self._out.append(StageWeights(task, units, self._short[task.slot] > 1))
+
+    def _evict(self) -> None:
+        """Drop weights that were staged for slots that have not started."""
+        for task in [task for task in self._queue if task.slot in self._staged]:
+            self._staged.remove(task.slot)
+            self._drop(task)
 
     def _units_of(self, task: SlotTask) -> dict[int, Extent] | None:
         units = {}
@@ -385,9 +468,9 @@ class WorkerMachine:
         progress = self._open.get(event.slot)
         if progress is None:
             return
-        progress.products.append((event.key, event.payload.extents()))
-        msg = DataReadyMsg(progress.task.model, event.key, event.payload)
-        for role in self._readers(progress.task, event.key):
+        self._announced.setdefault(event.slot, []).extend(event.own)
+        msg = DataReadyMsg(progress.task.model, event.key, event.payload, event.slot)
+        for role in dict.fromkeys((*self._readers(progress.task, event.key), CONTROLLER)):
             if role == self.role:
                 self._on_data(msg)
             else:
@@ -400,10 +483,10 @@ class WorkerMachine:
             return task.grad_to
         if key[0] == "buffer":
             if key[2] == self._calls[task.call].num_microbatches - 1:  # the next call's workers are not known yet
-                return (*self._peers, CONTROLLER)
+                return self._peers
             return tuple(dict.fromkeys((self.role, *task.buffer_to)))
         assert key[0] == "out"
-        return (CONTROLLER,)
+        return ()
 
     def _on_loss(self, event: LossEvent) -> None:
         progress = self._open.get(event.slot)
@@ -415,19 +498,19 @@ class WorkerMachine:
         if progress is None:
             return
         task = progress.task
-        for part in event.parts:
-            key: Key = ("slab", task.call, task.slot, event.position, part.unit)
-            progress.products.append((key, (part.extent,)))
-        self._send(OPTIMIZER, SlabReadyMsg(task.model, task.call, task.slot, event.position, event.parts))
+        self._announced.setdefault(event.slot, []).extend(part.extent for part in event.parts)
+        msg = SlabReadyMsg(task.model, task.call, task.slot, event.position, event.parts)
+        self._send(OPTIMIZER, msg)
+        self._send(CONTROLLER, msg)
 
     def _on_done(self, event: SlotDoneEvent) -> None:
         progress = self._open.pop(event.slot, None)
         if progress is None:
             return
         self._staged.remove(event.slot)
-        task = progress.task
-        products = tuple(progress.products)
-        self._send(CONTROLLER, SlotCommittedMsg(task.slot, self.role, products, event.spans, event.peak_bytes))
+        tries = self._short[event.slot] + 1
+        self._forget_if_over(event.slot)
+        self._send(CONTROLLER, SlotCommittedMsg(event.slot, self.role, event.spans, event.peak_bytes, tries))
 
     # --- failures and cancels
 
@@ -440,48 +523,96 @@ class WorkerMachine:
         self._send(CONTROLLER, SlotFailedMsg(event.slot, progress.task.call, self.role, event.error))
         # stays current and busy, so nothing of this worker's queue runs before the controller's cancel
 
+    def _on_out_of_memory(self, event: OutOfMemoryEvent) -> None:
+        """Try the slot again, then once more in as little memory as possible; what it has published stands."""
+        progress = self._open.get(event.slot)
+        if progress is None:
+            self._busy = None
+            return
+        self._short[event.slot] += 1
+        if self._short[event.slot] > MAX_TRIES - 1:
+            self._on_failed(SlotFailedEvent(event.slot, event.error))
+            return
+        del self._open[event.slot]
+        self._running.remove(event.slot)
+        self._staged.remove(event.slot)
+        self._busy = None
+        self._drop(progress.task)
+        self._evict()
+        self._recovering = True
+        insort(self._queue, progress.task, key=lambda task: task.slot)
+
+    def _drop(self, task: SlotTask) -> None:
+        self._dropping[task.slot] += 1
+        self._out.append(DropSlot(task))
+
     def _on_cancel(self, msg: CancelMsg) -> None:
         gone = {
             number
             for number, call in self._calls.items()
             if call.model == msg.model and msg.first_call <= number <= msg.last_call
         }
-        waits = set()
+        slots = set()
         for task in [task for task in self._queue if task.call in gone]:
+            slots.add(task.slot)
             self._queue.remove(task)
             if task.slot in self._staged:
-                waits.add(task.slot)
-                self._out.append(DropSlot(task))
+                self._drop(task)
         for slot, progress in list(self._open.items()):
             if progress.task.call in gone:
-                waits.add(slot)
-                self._out.append(DropSlot(progress.task))
+                slots.add(slot)
+                self._drop(progress.task)
                 if progress.failed:
                     self._busy = None
                 del self._open[slot]
-        if self._current in waits:
-            self._current = None
-        self._staged = [slot for slot in self._staged if slot not in waits]
+        self._running = [slot for slot in self._running if slot not in slots]
+        self._staged = [slot for slot in self._staged if slot not in slots]
         data = self._data.get(msg.model, {})
         for key in [key for key in data if key[1] in gone]:
             del data[key]
         for number in gone:
             del self._calls[number]
-        self._cancels.append((msg, waits, []))
+        extents: list[Extent] = []
+        for slot in slots:
+            extents += self._announced.pop(slot, [])
+            del self._short[slot]
+        self._cancels.append(_Cancelling(msg, slots, extents))
         self._answer_cancels()
 
     def _on_dropped(self, event: SlotDroppedEvent) -> None:
-        for _, waits, extents in self._cancels:
-            if event.slot in waits:
-                waits.discard(event.slot)
-                extents.extend(event.own)
+        self._dropping[event.slot] -= 1
+        if not self._dropping[event.slot]:
+            del self._dropping[event.slot]
+        cancel = next((cancel for cancel in self._cancels if event.slot in cancel.slots), None)
+        if cancel is not None:
+            cancel.extents += event.own
+        else:  # to be run again: what peers know of belongs to the slot
+            known = self._announced.get(event.slot, [])
+            unknown = tuple(extent for extent in event.own if extent not in known)
+            if unknown:
+                self._out.append(FreeOwn(unknown))
+            self._forget_if_over(event.slot)
         self._answer_cancels()
 
+    def _forget_if_over(self, slot: int) -> None:
+        """A slot that was run again may commit before the stage of its first try is dropped."""
+        queued = any(task.slot == slot for task in self._queue)
+        if slot not in self._open and slot not in self._dropping and not queued:
+            self._announced.pop(slot, None)
+            del self._short[slot]
+
     def _answer_cancels(self) -> None:
-        for msg, waits, extents in list(self._cancels):
-            if not waits:
-                self._cancels.remove((msg, waits, extents))
-                self._send(CONTROLLER, CancelledMsg(msg.model, msg.first_call, self.role, tuple(extents)))
+        for cancel in list(self._cancels):
+            if not any(slot in self._dropping for slot in cancel.slots):
+                self._cancels.remove(cancel)
+                extents = tuple(dict.fromkeys(cancel.extents))
+                self._send(CONTROLLER, CancelledMsg(cancel.msg.model, cancel.msg.first_call, self.role, extents))
+
+    def _on_fence(self, msg: FenceMsg) -> None:
+        """The mailbox has begun to drop what an older process of the role sends."""
+        if msg.retired:
+            self._peers = tuple(role for role in self._peers if role != msg.role)
+        self._send(CONTROLLER, FencedMsg(msg.role, msg.incarnation, self.role))
 
     def _send(self, role: str, msg: Any) -> None:
         self._out.append(Send(role, msg))

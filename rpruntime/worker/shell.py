@@ -9,12 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 from rpruntime.recording import record
+from rpruntime.status import NullStatus, StatusWriter
 from rpruntime.store.arena import Arena
 from rpruntime.wire.codec import unpack_struct
 from rpruntime.wire.mailbox import Post
 from rpruntime.wire.messages import LoadModelMsg, ModelSpec, RoleFailedMsg
 from rpruntime.worker import machine as m
 from rpruntime.worker.failures import describe
+from rpruntime.worker.memory import forget_frames, free_caches, is_out_of_memory
 from rpruntime.worker.modules import WorkerModel, read_bytes
 from rpruntime.worker.stage import Stage
 from rpruntime.worker.transfers import Transfers
@@ -34,11 +36,19 @@ class WorkerShell:
         transfers: copies to and from its device.
         peers: all workers' roles.
         device_name: for error messages, "cuda:1".
+        status: what it is doing, for its launcher.
     """
 
     def __init__(
-        self, post: Post, arena: Arena, transfers: Transfers, peers: tuple[str, ...], device_name: str
+        self,
+        post: Post,
+        arena: Arena,
+        transfers: Transfers,
+        peers: tuple[str, ...],
+        device_name: str,
+        status: StatusWriter | None = None,
     ) -> None:
+        self._status = NullStatus() if status is None else status
         self._post = post
         self._arena = arena
         self._transfers = transfers
@@ -63,6 +73,8 @@ class WorkerShell:
             m.FinishSlot: self._finish,
             m.DropSlot: self._drop,
             m.FreeOwn: lambda i: self._arena.free_all(i.extents),
+            m.FreeCaches: lambda i: free_caches(self._transfers.device),
+            m.Adopt: lambda i: self._arena.adopt(i.owner),
         }
 
     @property
@@ -80,6 +92,10 @@ class WorkerShell:
         instructions = self._machine.handle(*events)
         for instruction in instructions:
             self._carry_out[type(instruction)](instruction)
+        self._status.set_busy(self.is_waiting_for_copies or bool(self._events))
+        self._status.finishing(min((stage.task.slot for stage in self._finishing), default=0))
+        if not self._launched:
+            self._status.at(0)
         return bool(events or instructions)
 
     def _opened(self, msg: Any) -> Any:
@@ -93,6 +109,7 @@ class WorkerShell:
             self._ahead.popleft()
         if self._launched and len(self._ahead) < MAX_LAUNCHED:
             self._launched = False
+            self._status.progress()
             self._events.append(m.LaunchedEvent())
         for stage in [*self._stages.values(), *self._finishing]:
             self._events.extend(stage.take_published())
@@ -121,7 +138,14 @@ class WorkerShell:
 
     def _stage_weights(self, instruction: m.StageWeights) -> None:
         task = instruction.task
-        stage = Stage(task, self._models[task.model], self._transfers, self._arena)
+        stage = Stage(
+            task,
+            self._models[task.model],
+            self._transfers,
+            self._arena,
+            by_layer=instruction.by_layer,
+            status=self._status,
+        )
         self._stages[task.slot] = stage
         try:
             for unit, extent in instruction.units.items():
@@ -161,10 +185,15 @@ class WorkerShell:
         if stage is None:
             stage = next(stage for stage in self._finishing if stage.task.slot == slot)
             self._finishing.remove(stage)
-        stage.end = self._transfers.mark()
+        stage.drop()
         self._dropping.append(stage)
 
     def _report(self, stage: Stage, err: BaseException) -> None:
+        if not isinstance(err, KeyboardInterrupt):
+            self._transfers.check()  # a device that cannot be used any more ends this process
+        short = is_out_of_memory(err)
+        if short:
+            err = stage.explain(err, self._device_name)
         place = stage.place
         layer = self._models[stage.task.model].msg.layers[place.layer] if place.layer >= 0 else None
         log.error("slot %s failed in %s", stage.task.slot, place, exc_info=err)
@@ -176,4 +205,8 @@ class WorkerShell:
             microbatch=place.microbatch,
             device=self._device_name,
         )
-        self._events.append(m.SlotFailedEvent(stage.task.slot, error))
+        if short:
+            forget_frames(err)
+            self._events.append(m.OutOfMemoryEvent(stage.task.slot, error))
+        else:
+            self._events.append(m.SlotFailedEvent(stage.task.slot, error))

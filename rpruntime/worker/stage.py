@@ -19,6 +19,7 @@ import torch
 
 from rpruntime.errors import ConfigError
 from rpruntime.seeds import layer_seed
+from rpruntime.status import NullStatus, StatusWriter
 from rpruntime.store.arena import Arena, view
 from rpruntime.store.handle import Extent, Payload, TensorHandle
 from rpruntime.store.layout import gradient_layout
@@ -55,13 +56,22 @@ class Stage:
         arena: what is published goes here.
         by_layer: let only one layer's graph be alive at a time, as recompute="layer" does: slower, for a stage that
             does not fit otherwise. Stages without a backward run as always.
+        status: is told where the user's code is.
     """
 
     def __init__(
-        self, task: SlotTask, model: WorkerModel, transfers: Transfers, arena: Arena, *, by_layer: bool = False
+        self,
+        task: SlotTask,
+        model: WorkerModel,
+        transfers: Transfers,
+        arena: Arena,
+        *,
+        by_layer: bool = False,
+        status: StatusWriter | None = None,
     ) -> None:
         self.task = task
         self.by_layer = by_layer
+        self._status = NullStatus() if status is None else status
         self.place = Place()
         self._outbox = Outbox(task.slot, transfers, arena)
         self._marks: list[tuple[str, int, int, int, Any, Any]] = []
@@ -102,7 +112,7 @@ class Stage:
     def run(self, work: RunMicrobatch) -> None:
         """Launch one micro-batch. Raises what the user's code raises; `place` says where."""
         self._call, self._inputs, self._m = work.call, work.inputs, work.microbatch
-        self.place = Place("start", -1, work.microbatch)
+        self._at("start", -1)
         if not self._bound:
             self._bind(work.call)
         with applied(work.call.context):
@@ -110,6 +120,13 @@ class Stage:
                 self.task.kind
             ]()
         self._inputs = {}
+
+    def _at(self, phase: str, layer: int) -> None:
+        """The user's code is about to run here. If the slot has ended a process, the device is waited for before."""
+        if self.task.attempt:
+            self._transfers.check()
+        self.place = Place(phase, layer, self._m)
+        self._status.at(self.task.slot, phase, layer, self._m)
 
     def spans(self) -> tuple[tuple[str, int, int, int, float, float], ...]:
         """What the device computed and when; see `SlotCommittedMsg`."""
@@ -241,7 +258,7 @@ class Stage:
         wanted = dict(self.task.publish) if publish else {}
         since = self._transfers.mark()
         for position in layers:
-            self.place = Place(phase, position, self._m)
+            self._at(phase, position)
             layer = self._model.layers[position]
             if layer.spec.buffers:
                 layer.bind_buffers(self._inputs[self._buffers_before(position)], lambda h: self._upload(h).wait())
@@ -265,7 +282,7 @@ class Stage:
     # --- backward
 
     def _loss(self, value: Any) -> tuple[torch.Tensor, dict[str, Any]]:
-        self.place = Place("loss", -1, self._m)
+        self._at("loss", -1)
         result = value
         if self._model.loss_fn is not None:
             label = self._inputs.get(("label", self.task.call, self._m))
@@ -304,7 +321,7 @@ class Stage:
             scaled = scaled * self._now.scale
         self._backward_began = self._mark("loss", len(self._model.layers), len(self._model.layers), since)
         if scaled.requires_grad:
-            self.place = Place("backward", segment.only_layer, self._m)
+            self._at("backward", segment.only_layer)
             scaled.backward()
 
     def _backward_from(self, value: Any, grads: list[torch.Tensor | None], segment: Segment) -> None:
@@ -317,7 +334,7 @@ class Stage:
         pairs = [(t, g) for t, g in zip(tensors, grads, strict=True) if g is not None and t.requires_grad]
         self._backward_began = self._transfers.mark()
         if pairs:
-            self.place = Place("backward", segment.only_layer, self._m)
+            self._at("backward", segment.only_layer)
             torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
 
     def _finish_backward(self, entered: Entered, layers: range) -> list[torch.Tensor | None]:
@@ -408,7 +425,7 @@ class Stage:
     def _hand_over_sums(self) -> None:
         """Each unit's sums in one slab, rounded once to the gradient dtype."""
         for position in reversed(self.layers):
-            self.place = Place("gradients", position)
+            self._at("gradients", position)
             parts, copies = [], []
             for unit in self._model.trainable_units(position):
                 sums = [self._sums.pop((position, unit.index, index), None) for index in range(len(unit.params))]

@@ -57,6 +57,10 @@ class Transfers(Protocol):
         """The device's memory at its highest since the last call; 0 where that is not measured."""
         ...
 
+    def check(self) -> None:
+        """Wait for the device; raises if it cannot be used any more (a fault in a kernel is for good)."""
+        ...
+
 
 class _Finished:
     def __init__(self, result: torch.Tensor) -> None:
@@ -93,6 +97,9 @@ class CpuTransfers:
 
     def peak_bytes(self) -> int:
         return 0
+
+    def check(self) -> None:
+        pass
 
 
 def _like(host: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -154,6 +161,9 @@ class CudaTransfers:
 
     def when_ms(self, mark: torch.cuda.Event) -> float:
         return self._origin_ms + float(self._origin.elapsed_time(mark))
+
+    def check(self) -> None:
+        torch.cuda.synchronize()
 
     def peak_bytes(self) -> int:
         peak = torch.cuda.max_memory_allocated()
