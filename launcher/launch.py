@@ -163,8 +163,8 @@ class Launcher:
         elif isinstance(msg, ReadyMsg):
             ready = self._supervisor.on_ready(msg.role, msg.incarnation, msg.info)
             if ready is not None:
-                self._tell_controller(RoleReadyMsg(ready.role, ready.incarnation, ready.info))
                 self._save()
+                self._tell_controller(RoleReadyMsg(ready.role, ready.incarnation, ready.info))
         elif isinstance(msg, StartFailedMsg):
             self._failed_reasons[msg.role, msg.incarnation] = msg.reason
         elif isinstance(msg, AttachMsg):
@@ -197,13 +197,13 @@ class Launcher:
         if isinstance(follows, Restart):
             follows = self._restart(ended, follows)
         self._deaths.note(ended, follows)
+        self._save()
         self._tell_controller(died_msg(ended, follows))
         others = any(proc.device is not None for proc in self._supervisor.procs.values())
         self._screen.warn(f"rpruntime: {self._deaths.line(ended, follows, others=others)}")
         if isinstance(follows, Lost) and not ended.was_ready:
             for line in ended.lines:
                 self._screen.warn(f"  {line}")
-        self._save()
 
     def _restart(self, ended: Ended, follows: Restart) -> Follows:
         assert self._mailbox is not None

@@ -19,17 +19,20 @@ from tests.leaks import no_leaks, wait_until
 NEWS = (
     WAIT_READY
     + """
-import os, time
-from rpruntime.wire.messages import RoleDiedMsg, RoleReadyMsg, ShutdownMsg
-print("ready", sorted((role, info["incarnation"]) for role, info in session.ready.items()), flush=True)
+import os, sys, time
+from rpruntime.wire.messages import RoleDiedMsg, RoleReadyMsg
+def say(*words):
+    sys.stdout.write(" ".join(map(str, words)) + chr(10))  # whole, or not there
+    sys.stdout.flush()
+say("ready", sorted((role, info["incarnation"]) for role, info in session.ready.items()))
 while not os.path.exists("end") and session.launcher_alive():
     for msg in session.post.receive(0.05):
         if isinstance(msg, RoleDiedMsg):
-            print("died", time.monotonic(), msg.role, msg.incarnation, msg.pid, msg.restarts, msg.slots, msg.phase,
-                  msg.layer, msg.microbatch, "|", msg.reason, flush=True)
+            say("died", time.monotonic(), msg.role, msg.incarnation, msg.pid, msg.restarts, msg.slots, msg.phase,
+                msg.layer, msg.microbatch, "|", msg.reason)
         elif isinstance(msg, RoleReadyMsg):
-            print("ready", msg.role, msg.incarnation, msg.info["incarnation"], msg.info["pid"], flush=True)
-print("end")
+            say("ready", msg.role, msg.incarnation, msg.info["incarnation"], msg.info["pid"])
+say("end")
 """
 )
 """Prints what the controller is told, until there is a file named "end"."""
@@ -45,8 +48,7 @@ class Session:
 
     def deaths(self) -> list[str]:
         """Lines about deaths so far."""
-        complete = self.run.out.rpartition("\n")[0]
-        return [line for line in complete.splitlines() if line.startswith("died")]
+        return [line for line in self.run.out.splitlines() if line.startswith("died")]
 
     def wait_deaths(self, count: int) -> list[str]:
         """The lines once there are so many."""
