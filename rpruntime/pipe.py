@@ -24,7 +24,7 @@ from rpruntime.store.handle import MAX_INLINE_SKELETON_BYTES, Payload, TensorHan
 from rpruntime.store.values import put_together, take_apart, why_not_picklable
 from rpruntime.terminal import say
 from rpruntime.tuning import Tuner
-from rpruntime.wire.messages import ReadStateMsg, RoleFailedMsg, StateMsg
+from rpruntime.wire.messages import ErrorInfo, ReadStateMsg, RoleFailedMsg, StateMsg
 from rpruntime.worker.context import capture
 
 MAX_MICROBATCHES = 4096
@@ -626,7 +626,7 @@ class RoundPipe:
     def _on_failure(self, msg: ev.ReportFailure) -> None:
         call = msg.call
         step = self._client.machine.iteration(self._model) if not msg.steps else msg.steps[0]
-        cause = rebuild(msg.error, msg.num_microbatches, step)
+        cause = rebuild(self._named(msg.error), msg.num_microbatches, step)
         self._failure = self._failure or cause
         lost_steps = len(msg.steps)
         for number in msg.calls:
@@ -640,6 +640,15 @@ class RoundPipe:
             cause.add_note(
                 f"{lost_steps} step(s) issued after it were cancelled; scheduler steps taken meanwhile are not undone"
             )
+
+    def _named(self, error: ErrorInfo) -> ErrorInfo:
+        """With the names that who reported it does not know: the controller's machine knows numbers and roles."""
+        roles = dict(zip(self._client.session.worker_roles, self._client.session.devices, strict=False))
+        error = dataclasses.replace(error, device=roles.get(error.device, error.device))
+        if error.layer < 0 or error.layer_name:
+            return error
+        name = f"{self._layout.names[error.layer]} ({type(self._layout.layers[error.layer]).__name__})"
+        return dataclasses.replace(error, layer_name=name)
 
     def _cancelled(self, cause: BaseException, where: str) -> Callable[[], BaseException]:
         def error() -> BaseException:

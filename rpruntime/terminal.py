@@ -9,4 +9,5 @@ import sys
 def say(line: str) -> None:
     """Print a line on stderr, if there still is one."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        print(line, file=sys.stderr, flush=True)
+        sys.stderr.write(line + "\n")  # as one piece: the launcher writes to the same terminal
+        sys.stderr.flush()

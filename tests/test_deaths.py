@@ -70,12 +70,71 @@ def test_deaths_in_forward_backward_and_hand_over_change_no_number(undisturbed, 
     assert deaths_told(run) == 3, run.stderr
 
 
-def test_the_only_worker_dies_twice_and_the_run_waits_for_its_replacement(undisturbed):
+def test_the_only_worker_dies_twice_and_the_run_waits_for_its_replacement():
     run = run_dying(
         death("worker-0", "commit", 2), death("worker-0", "loss", 5, incarnation=2, how="segv"), devices="cpu:1"
     )
-    assert result_of(run) == undisturbed["sync"]
+    assert result_of(run) == result_of(run_dying(devices="cpu:1"))
     assert deaths_told(run) == 2, run.stderr
+
+
+def test_a_stopped_process_is_ended_and_a_device_that_never_starts_again_is_retired(undisturbed):
+    run = run_dying(
+        death("worker-0", "recompute", 2, how="stop"),
+        *(death("worker-1", "start", incarnation=number, how="exit") for number in (2, 3, 4, 5)),
+        death("worker-1", "run", 3),
+        flags=("--hang-timeout", "3", "--max-restarts", "2"),
+    )
+    assert result_of(run) == undisturbed["sync"]
+    assert "was stopped (SIGSTOP?)" in run.stderr
+    assert "retired" in run.stderr
+
+
+def test_a_stage_that_ends_every_process_is_the_users_error_and_the_run_goes_on(tmp_path):
+    script = tmp_path / "poison.py"
+    script.write_text(POISON)
+    run = run_script(script, "--devices", "cpu:2", "--max-restarts", "100")
+    assert run.returncode == 1, run.stderr
+    lines = run.stdout.splitlines()
+    assert lines[0].startswith("WorkerDied layer 0 (f"), lines
+    assert "signal 11 (SIGSEGV)" in lines[0] and lines[0].count("worker-") == 2
+    assert lines[1] == "place 0 2"
+    assert lines[2] == "goes on True"
+    assert any("WorkerDied: layer 0 (" in line for line in run.stderr.splitlines()[-4:]), run.stderr
+    assert "layer 0 Touchy, forward, micro-batch 3/4" in run.stderr
+
+
+POISON = """
+import os, signal, torch, rpruntime as rp
+from torch import nn
+torch.set_num_threads(1)
+
+class Touchy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+    def forward(self, x):
+        if (x > 1e6).any():
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return self.linear(x)
+
+model = nn.Sequential(Touchy(), nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+pipe = rp.RoundPipe(model, optimizer, loss_fn=nn.functional.mse_loss, num_microbatches=4, plan="layers")
+good, bad, y = torch.ones(4, 2), torch.ones(4, 2), torch.ones(4, 1)
+bad[2] = 1e9
+pipe.forward_backward(good, y)
+pipe.step()
+try:
+    float(pipe.forward_backward(bad, y))
+except rp.WorkerDied as err:
+    print("WorkerDied", err)
+    print("place", err.rp_context.layer, err.rp_context.micro_batch)
+loss = pipe.forward_backward(good, y)
+print("goes on", float(loss) > 0)
+pipe.step()
+float(pipe.forward_backward(bad, y))
+"""
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import rpruntime as rp
+import rpruntime.inline
 from rpruntime import ExecutionPlan
 from rpruntime.worker import shell
 from rpruntime.worker.memory import (
@@ -446,3 +447,74 @@ def test_frames_are_forgotten_with_those_of_causes_and_lines_stay() -> None:
     assert storages[0].expired()
     text = "".join(traceback.format_exception(caught.value))
     assert "in inner" in text and "Tried to allocate" in text
+
+
+# --- the whole path: again, then by layer, then the error
+
+
+class Hungry(nn.Module):
+    """Finds no memory the next `missing` times that it runs with a graph."""
+
+    missing = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if Hungry.missing and x.requires_grad:
+            Hungry.missing -= 1
+            raise torch.OutOfMemoryError(TORCH_SAYS)
+        return self.linear(x)
+
+
+def train_hungry(missing: int, plan: Any = "layers") -> tuple[list[float], list[Tensor], rp.RoundPipe]:
+    torch.manual_seed(0)
+    Hungry.missing = 0
+    with rp.inline.InlineSession({"workers": 2}) as session:
+        model = nn.Sequential(nn.Linear(4, 4), Hungry(), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        pipe = rp.RoundPipe(model, optimizer, loss_fn=nn.functional.mse_loss, num_microbatches=2, plan=plan,
+                            session=session)  # fmt: skip
+        x, y = torch.randn(8, 4), torch.randn(8, 1)
+        losses = []
+        for step in range(6):
+            Hungry.missing = missing if step == 1 else 0
+            loss = pipe.forward_backward(x, y)
+            pipe.step()
+            losses.append(float(loss))
+        pipe.synchronize()
+        return losses, [t.clone() for t in model.state_dict().values()], pipe
+
+
+@pytest.mark.parametrize("missing", [1, 2])
+@pytest.mark.parametrize("plan", ["layers", ExecutionPlan([range(1)], [range(1, 4), range(1)])])
+def test_a_slot_short_of_memory_runs_again_with_the_same_numbers(missing: int, plan: Any) -> None:
+    losses, weights, _ = train_hungry(0, plan)
+    again, weights_again, _ = train_hungry(missing, plan)
+    assert losses == again
+    assert all(torch.equal(a, b) for a, b in zip(weights, weights_again, strict=True))
+
+
+def test_the_next_plan_is_smaller(capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, pipe = train_hungry(1, "auto")
+    said = capsys.readouterr().err
+    assert "step 2: out of device memory in layer 1" in said
+    assert all(len(stage) == 1 for stage in pipe.plan.backward if 1 in stage)
+
+
+def test_what_never_fits_is_an_error_with_figures_and_the_run_is_usable() -> None:
+    with inline(workers=2) as session:
+        model = nn.Sequential(nn.Linear(4, 4), Hungry(), nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        pipe = rp.RoundPipe(model, optimizer, loss_fn=nn.functional.mse_loss, num_microbatches=2,
+                            session=session)  # fmt: skip
+        x, y = torch.randn(8, 4), torch.randn(8, 1)
+        Hungry.missing = 100
+        with pytest.raises(torch.OutOfMemoryError, match=r"layer 1 .*2.5 GiB") as raised:
+            float(pipe.forward_backward(x, y))
+        assert raised.value.rp_context.layer == 1  # type: ignore[attr-defined]
+        Hungry.missing = 0
+        assert float(pipe.forward_backward(x, y)) > 0
+        pipe.step()
+        pipe.synchronize()

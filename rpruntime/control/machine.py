@@ -750,10 +750,10 @@ class ControllerMachine:
 
     def _error(self, task: SlotTask, msg: RoleDiedMsg) -> ErrorInfo:
         causes = self._causes[task.slot]
-        text = (
-            f"layers {task.layers[0]} to {task.layers[1] - 1} ({task.kind}) ended {len(causes)} processes, so they are "
-            f"not tried again; first {causes[0]}" + "".join(f"; then {cause}" for cause in causes[1:])
-        )
+        first, last = task.layers[0], task.layers[1] - 1
+        where = f"layer {first}" if first == last else f"layers {first} to {last}"
+        text = f"{where} ({task.kind}) ended {len(causes)} processes and will not be tried again; first {causes[0]}"
+        text += "".join(f"; then {cause}" for cause in causes[1:])
         return ErrorInfo(
             pickled=pickle.dumps(WorkerDied(text)),
             type_name="WorkerDied",

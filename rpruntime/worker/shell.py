@@ -196,7 +196,7 @@ class WorkerShell:
             err = stage.explain(err, self._device_name)
         place = stage.place
         layer = self._models[stage.task.model].msg.layers[place.layer] if place.layer >= 0 else None
-        log.error("slot %s failed in %s", stage.task.slot, place, exc_info=err)
+        (log.warning if short else log.error)("slot %s failed in %s", stage.task.slot, place, exc_info=err)
         error = describe(
             err,
             phase=place.phase,

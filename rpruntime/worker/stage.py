@@ -405,7 +405,8 @@ class Stage:
         layer = ""
         if place.layer >= 0:
             spec = self._model.msg.layers[place.layer]
-            layer = f"layer {place.layer} {spec.name} ({spec.class_name})"
+            name = "" if spec.name == str(place.layer) else f"{spec.name} "
+            layer = f"layer {place.layer} {name}({spec.class_name})"
         return explain(
             err,
             phase=place.phase,
