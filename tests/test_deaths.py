@@ -104,6 +104,16 @@ def test_a_stage_that_ends_every_process_is_the_users_error_and_the_run_goes_on(
     assert "layer 0 Touchy, forward, micro-batch 3/4" in run.stderr
 
 
+@pytest.mark.slow
+def test_the_chaos_script_survives(tmp_path):
+    run = subprocess.run(
+        [sys.executable, "scripts/chaos.py", "--kills", "4", "--devices", "cpu:2"],
+        cwd=ROOT, capture_output=True, text=True, timeout=110,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout)["survived"] == 4
+
+
 POISON = """
 import os, signal, torch, rpruntime as rp
 from torch import nn
