@@ -227,7 +227,9 @@ class Session:
         self.ready: dict[str, dict[str, Any]] = {}
         """`ReadyMsg.info` of the roles that take work."""
         self.died: dict[str, str] = {}
-        """Roles whose process has ended, with the reason."""
+        """Roles that could not start, with the reason, and the optimizer if it has ended."""
+        self._retired: set[str] = set()
+        """Workers that have ended and will not be replaced."""
         self.backlog: list[Any] = []
         """Messages that came while the session waited for its processes, for the controller to read first."""
         self.client: Any = None
@@ -314,7 +316,7 @@ class Session:
             if self.died:
                 role, reason = next(iter(self.died.items()))
                 raise WorkerDied(f"{role} did not start: {reason}; log {Path(self.config['log_dir']) / role}.log")
-            missing = [role for role in self.roles if role not in self.ready]
+            missing = [role for role in self.roles if role not in self.ready and role not in self._retired]
             if not missing:
                 return
             if progress is not None:
@@ -330,11 +332,13 @@ class Session:
             if msg.incarnation > 1:
                 self.backlog.append(msg)
         elif isinstance(msg, RoleDiedMsg):
-            self.ready.pop(msg.role, None)
-            if msg.restarts:
-                self.backlog.append(msg)
-            else:
+            started = self.ready.pop(msg.role, None) is not None or msg.incarnation > 1
+            if msg.role == "optimizer" or not started:
                 self.died[msg.role] = msg.reason
+            else:  # replaced or retired; the controller's machine sees to it
+                self.backlog.append(msg)
+                if not msg.restarts:
+                    self._retired.add(msg.role)
         else:
             self.backlog.append(msg)
 

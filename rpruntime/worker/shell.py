@@ -90,11 +90,13 @@ class WorkerShell:
         events = [*self._events, *(msg for msg in map(self._opened, messages) if self._machine.understands(msg))]
         self._events.clear()
         instructions = self._machine.handle(*events)
+        if instructions:
+            self._status.set_busy(True)
         for instruction in instructions:
             self._carry_out[type(instruction)](instruction)
         self._status.set_busy(self.is_waiting_for_copies or bool(self._events))
         self._status.finishing(min((stage.task.slot for stage in self._finishing), default=0))
-        if not self._launched:
+        if not self._launched and not self._ahead:
             self._status.at(0)
         return bool(events or instructions)
 
