@@ -1,8 +1,8 @@
 """A plain training loop in one process, with the grouping that DESIGN ("Semantics of sums and steps") fixes.
 
 Every run of a `RoundPipe` must equal it bit for bit: per call and per round, a slot sums its micro-batches in
-order from zero in fp32 and rounds once to the gradient's dtype; these are added in (call, first micro-batch,
-deepest position first) order. Also inline sessions, with what they must leave behind: nothing.
+order from zero in fp32, multiplies by the call's scale and rounds once to the gradient's dtype; these are added in
+(call, first micro-batch, deepest position first) order. Also inline sessions, and what they must leave behind: nothing.
 """
 
 from __future__ import annotations
@@ -76,12 +76,11 @@ class PlainLoop:
             if m % size == 0:
                 slots: list[dict[nn.Parameter, Tensor]] = [{} for _ in self.layers]
             loss = self.loss_fn(self._forward(x.clone(), self.microbatches + m), y.clone())
-            mean = _share(loss, m, rows)
-            (mean if scale == 1 else mean * scale).backward()
+            _share(loss, m, rows).backward()
             total += _share(loss.detach().float(), m, rows)
             self._add_up(slots)
             if m % size == size - 1 or m == len(rows) - 1:
-                self._round_and_add(slots)
+                self._round_and_add(slots, scale)
         self.microbatches += len(rows)
         return total.item()
 
@@ -133,11 +132,11 @@ class PlainLoop:
                     sums.setdefault(parameter, torch.zeros(leaf.shape, dtype=wide)).add_(leaf.grad)
                 leaf.grad = None
 
-    def _round_and_add(self, slots: list[dict[nn.Parameter, Tensor]]) -> None:
+    def _round_and_add(self, slots: list[dict[nn.Parameter, Tensor]], scale: float) -> None:
         for sums, pairs in zip(reversed(slots), reversed(self.pairs), strict=True):
             for parameter, leaf in pairs:
                 if parameter in sums:
-                    rounded = sums[parameter].to(self.grad_dtype or leaf.dtype)
+                    rounded = (sums[parameter] * scale).to(self.grad_dtype or leaf.dtype)
                     self.sums.setdefault(parameter, torch.zeros_like(parameter)).add_(rounded)
 
     def _snapshot(self) -> dict[nn.Parameter, Tensor]:

@@ -88,6 +88,17 @@ def test_scale_makes_a_mean_over_calls(session: PausedSession) -> None:
         assert info.loss == 2.5
 
 
+def test_scale_multiplies_the_sum_and_not_the_loss(session: PausedSession) -> None:
+    """(1 / 2 + 0.7 / 2) / 3, rounded in this order."""
+    model = nn.Sequential(Times())
+    with rp.RoundPipe(model, sgd(model), loss_fn=identity, num_microbatches=2, session=session) as pipe:
+        pipe.forward_backward(torch.tensor([1.0, 0.7]), scale=1 / 3)
+        wanted = (torch.tensor(0.5) + torch.tensor(0.7) / 2) * (1 / 3)
+        assert gradient(pipe) == wanted.item()
+        thirds = torch.tensor(1 / 2) * (1 / 3) + torch.tensor(0.7) / 2 * (1 / 3)
+        assert wanted.item() != thirds.item()  # else this shows nothing
+
+
 def masked_mean(outputs: Tensor, labels: Tensor) -> Tensor:
     """Mean over the valid labels of each micro-batch; NaN if there is none, as in cross_entropy."""
     return outputs[labels != -100].mean()

@@ -317,8 +317,6 @@ class Stage:
         self._outbox.add_loss(self._m, loss.detach(), metrics)
         numerator, denominator = self._now.coefficients[self._m]
         scaled = loss / denominator if numerator == 1 else loss * numerator / denominator
-        if self._now.scale != 1:
-            scaled = scaled * self._now.scale
         self._backward_began = self._mark("loss", len(self._model.layers), len(self._model.layers), since)
         if scaled.requires_grad:
             self._at("backward", segment.only_layer)
@@ -424,7 +422,8 @@ class Stage:
         return all(copy.done() for copy in self.weights.values())
 
     def _hand_over_sums(self) -> None:
-        """Each unit's sums in one slab, rounded once to the gradient dtype."""
+        """Each unit's sums in one slab, times the call's scale, rounded once to the gradient dtype."""
+        scale = 1.0 if self._call is None else self._call.scale  # None: no micro-batch ran, so there are no sums
         for position in reversed(self.layers):
             self._at("gradients", position)
             parts, copies = [], []
@@ -437,6 +436,7 @@ class Stage:
                 slab = torch.empty(nbytes, dtype=torch.uint8, device=self._transfers.device)
                 for total, param, offset in zip(sums, unit.params, offsets, strict=True):
                     if total is not None:
+                        total = total if scale == 1 else total * scale
                         view(slab, offset, param.shape, param.grad_dtype).copy_(total)
                 copies.append(self._transfers.download(slab, self._store.bytes_of(extent), "grad"))
                 parts.append(SlabPart(unit.index, extent, tuple(total is not None for total in sums)))
