@@ -158,10 +158,10 @@ class Launcher:
         assert self._mailbox is not None
         if isinstance(msg, HelloMsg):
             if msg.protocol != PROTOCOL_VERSION:
-                self._failed_reasons[msg.role, msg.incarnation] = _protocol_reason(msg.protocol)
-                self._mailbox.send(msg.role, ShutdownMsg(_protocol_reason(msg.protocol)))
+                self._refuse(msg)
         elif isinstance(msg, ReadyMsg):
-            ready = self._supervisor.on_ready(msg.role, msg.incarnation, msg.info)
+            refused = (msg.role, msg.incarnation) in self._failed_reasons
+            ready = None if refused else self._supervisor.on_ready(msg.role, msg.incarnation, msg.info)
             if ready is not None:
                 self._save()
                 self._tell_controller(RoleReadyMsg(ready.role, ready.incarnation, ready.info))
@@ -171,6 +171,13 @@ class Launcher:
             self._on_attach(msg)
         elif isinstance(msg, ShutdownMsg):
             self.shutdown_asked = True
+
+    def _refuse(self, msg: HelloMsg) -> None:
+        """End a child of another version: it may not understand that it is to end, and would say that it is ready."""
+        proc = self._supervisor.procs.get(msg.role)
+        if proc is not None and proc.incarnation == msg.incarnation:
+            self._failed_reasons[msg.role, msg.incarnation] = _protocol_reason(msg.protocol)
+            self._supervisor.kill(msg.role, _protocol_reason(msg.protocol))
 
     def _on_attach(self, msg: AttachMsg) -> None:
         assert self._mailbox is not None

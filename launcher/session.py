@@ -149,7 +149,7 @@ def create_session(base: Path, name: str | None, config: dict[str, Any], script:
         lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock_fd, fcntl.LOCK_EX)
         log_dir = Path(config["log_dir"]).absolute() / path.name if config.get("log_dir") else path
-        log_dir.mkdir(parents=True, exist_ok=True)
+        log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = SessionFolder(
             path, ("", ""), secrets.token_hex(16), {**config, "log_dir": str(log_dir)}, script, {}, lock_fd
         )

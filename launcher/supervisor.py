@@ -69,7 +69,8 @@ class Supervisor:
     def start(self, role: str, device: Device | None = None, incarnation: int = 1) -> UnreadyProc:
         """Start the process of a role; its output goes to its log."""
         log_file = self._log_file(role)
-        with log_file.open("ab") as log:
+        # What the script prints in a worker is its user's business.
+        with open(log_file, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
             log_start = log.seek(0, os.SEEK_END)
             popen = subprocess.Popen(
                 self._command(role),

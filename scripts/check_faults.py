@@ -1,4 +1,4 @@
-"""A decoder trains undisturbed, then while a worker is killed and its successor hits a device-side assert, mid-backward.
+"""A decoder trains undisturbed; then a worker is killed and its successor hits a device-side assert, both mid-backward.
 
     python scripts/check_faults.py [--shape 1.7b] [--devices cuda]
 

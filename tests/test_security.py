@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 import resource
+import signal
 import socket
 import stat
 import struct
@@ -29,7 +30,7 @@ from rpruntime.store import fdsock, segments
 from rpruntime.store.segments import SegmentClient, SegmentServer
 from rpruntime.wire.codec import MAX_MESSAGE_BYTES, encode
 from rpruntime.wire.mailbox import Mailbox, new_keys, socket_path
-from rpruntime.wire.messages import ErrorInfo, HelloMsg, ProtocolErrorMsg, RoleFailedMsg
+from rpruntime.wire.messages import PROTOCOL_VERSION, ErrorInfo, HelloMsg, ProtocolErrorMsg, RoleFailedMsg
 from tests.launching import ROOT, WAIT_READY, rplaunch
 from tests.leaks import no_leaks, open_descriptors, wait_until
 
@@ -58,15 +59,15 @@ class Inbox:
         sock.settimeout(5)
         return sock
 
-    def send_frames(self, *frames: bytes) -> None:
+    def send_frames(self, *frames: bytes, sender: bytes | None = None) -> None:
         """A good message and then anything at all, from the peer, with the session's keys."""
         self.peer.send("launcher", HELLO)
-        self.peer._outboxes["launcher"].send_multipart([self.sender, *frames])
+        self.peer._outboxes["launcher"].send_multipart([self.sender if sender is None else sender, *frames])
 
     @property
     def sender(self) -> bytes:
         """The first frame of what the peer sends."""
-        return getattr(self.peer, "_sender", self.peer.role.encode())
+        return self.peer._sender
 
     def receive(self, count: int = 1, within_s: float = 5.0) -> list[Any]:
         """The next messages."""
@@ -335,6 +336,61 @@ def test_bad_messages_with_the_keys(inbox: Inbox, what: str) -> None:
     assert [type(msg) for msg in answer] == [ProtocolErrorMsg]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10, "KiB"
     inbox.check()
+
+
+@pytest.mark.parametrize(
+    "sender",
+    [b"", b".", b"worker-0", b"worker-0.", b"worker-0.-1", b"worker-0.x", "worker-0.²".encode(),
+     "worker-0.١".encode(), b"worker-0." + b"9" * 5000, b"worker-0.1" * 100_000],
+)  # fmt: skip
+def test_senders_that_are_none(inbox: Inbox, sender: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    inbox.send_frames(*encode(HELLO), sender=sender)
+    inbox.peer.send("launcher", HELLO)
+    assert inbox.receive(2) == [HELLO, HELLO]
+    assert len(said(caplog)) == 1 and len(said(caplog)[0]) < 400
+    inbox.check()
+
+
+def test_a_flood_of_bad_messages_is_logged_and_answered_once(inbox: Inbox, caplog: pytest.LogCaptureFixture) -> None:
+    inbox.box.send("worker-0", HELLO)
+    assert inbox.peer.receive(5.0) == [HELLO]
+    other = Mailbox(inbox.folder, "worker-1", 1, inbox.keys)
+    other.send("launcher", HELLO)
+    assert inbox.receive() == [HELLO]
+    for number in range(500):
+        for peer in (inbox.peer, other):
+            peer.send("launcher", HELLO)
+            peer._outboxes["launcher"].send_multipart([peer._sender, b"NoSuchMsg%d" % number, b"\x80"])
+    for number in range(500):
+        inbox.send_frames(b"NoSuchMsg", b"\x80", sender=b"nobody-%d.1" % number)
+    assert len(inbox.receive(1500)) == 1500
+    inbox.check()
+    assert [type(msg) for msg in inbox.peer.receive(5.0)] == [ProtocolErrorMsg]
+    named = [message for message in said(caplog) if "worker-" in message]
+    assert len(named) == 2, "each sender once"
+    assert len(said(caplog)) < 100, "and not too many of them"
+    other.close()
+
+
+@pytest.mark.parametrize("dress", [no_security, foreign_keys, public_key_known])
+def test_strangers_are_logged_once(
+    inbox: Inbox, dress: Callable[[Any, Inbox], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    inbox.check()
+    assert said(caplog) == []
+    context = zmq.Context()
+    for _ in range(5):
+        stranger = context.socket(zmq.DEALER)
+        dress(stranger, inbox)
+        monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        stranger.connect(inbox.address)
+        assert monitor.poll(5000)
+        stranger.close(linger=0)
+        monitor.close(linger=0)
+        inbox.check()
+    context.destroy(linger=0)
+    wait_until(lambda: inbox.box.receive() or said(caplog), 5.0, "it is logged")
+    assert len(said(caplog)) == 1 and "has not the session's keys" in said(caplog)[0]
 
 
 def test_a_frame_that_is_far_too_large_cuts_only_its_connection(inbox: Inbox) -> None:
@@ -665,7 +721,41 @@ def test_a_run_under_attack_is_unharmed(tmp_path: Path) -> None:
         pipe.write_text("over")
         assert run.wait() == 0, run.err
         assert run.out.splitlines()[1:] == ["['AttachedMsg'] ['RefusedMsg']", "3 True True"]
-        assert len(run.err.splitlines()) == 3, "two first lines, and one for the strangers"
-        assert "was dropped" in run.err
+        told = run.err.splitlines()[2:]
+        assert len(told) <= 3, "one line for each socket that the launcher and the script have"
+        assert sum("was dropped" in line for line in told) == 1
+        assert sum("launcher turned a peer away" in line for line in told) == 1
         for name, text in logs.items():
             assert len(text.splitlines()) < 5, (name, text)
+
+
+@pytest.mark.parametrize("how", ["obeys", "deaf"])
+def test_a_child_of_another_protocol_version(tmp_path: Path, how: str) -> None:
+    command = f"{sys.executable} {ROOT / 'tests' / 'fakes' / 'old_version.py'}"
+    with no_leaks() as watch:
+        run = rplaunch(
+            tmp_path, watch, WAIT_READY + "print('must not run')", RPRUNTIME_CHILD_COMMAND=command, FAKE_OLD=how
+        )
+        assert run.wait(15) == 1
+        assert run.out == ""
+        assert "WorkerDied" in run.err
+        assert f"protocol version 0 does not fit {PROTOCOL_VERSION}: two versions of rpruntime are mixed" in run.err
+
+
+@pytest.mark.parametrize("logs", [(), ("--log-dir=logs",)])
+def test_all_that_a_run_leaves_in_its_folders_is_its_owners_alone(tmp_path: Path, logs: tuple[str, ...]) -> None:
+    """Under the most generous umask, from the first moment to what stays at the end."""
+    script = WAIT_READY + "session.segments.create(1)\nprint('ready', flush=True)\nimport time\ntime.sleep(60)"
+    before = os.umask(0)
+    try:
+        with no_leaks() as watch:
+            run = rplaunch(tmp_path, watch, script, flags=("--name=modes", *logs))
+            folders = [run.folder, *([tmp_path / "logs" / "modes"] if logs else [])]
+            run.wait_for("ready")
+            assert {path.suffix for folder in folders for path in folder.iterdir()} >= {".sock", ".json", ".log"}
+            assert [found for folder in folders for found in too_open(folder)] == []
+            run.kill_group(signal.SIGTERM)
+            assert run.wait() == 128 + signal.SIGTERM
+            assert [found for folder in folders if folder.exists() for found in too_open(folder)] == []
+    finally:
+        os.umask(before)

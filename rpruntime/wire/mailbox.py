@@ -26,6 +26,10 @@ from rpruntime.wire.messages import FenceMsg, ProtocolErrorMsg, RoleDiedMsg
 log = logging.getLogger(__name__)
 
 MAX_SOCKET_PATH_BYTES = 107
+_MAX_SENDER_BYTES = 80
+_MAX_NAMED = 64
+"""Senders whose bad messages are logged, each once: a flood of them is to flood no log."""
+_TURNED_AWAY = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 def socket_path(folder: Path, role: str, incarnation: int) -> Path:
@@ -83,7 +87,11 @@ class Mailbox:
         self._inbox.curve_publickey = self._public
         self._inbox.curve_secretkey = self._secret
         self._inbox.maxmsgsize = 2 << 20
+        self._strangers: Any = self._inbox.get_monitor_socket(_TURNED_AWAY)
+        """Tells of peers without the keys; None once one was told of."""
+        self._refused: set[str] = set()
         self._inbox.bind(f"ipc://{self._path}")
+        self._path.chmod(0o600)
         self._outboxes: dict[str, zmq.Socket[bytes]] = {}
 
     def fileno(self) -> int:
@@ -116,6 +124,7 @@ class Mailbox:
 
     def receive(self, timeout_s: float = 0.0) -> list[Any]:
         """All messages that are here, waiting up to `timeout_s` for the first one."""
+        self._note_strangers()
         if timeout_s > 0 and not self._inbox.poll(int(timeout_s * 1000)):
             return []
         messages: list[Any] = []
@@ -126,16 +135,16 @@ class Mailbox:
                 return messages
             except ValueError:
                 continue
-            role, _, number = sender.decode(errors="replace").rpartition(".")
-            if not number.isdigit():
-                self._refuse(role, ProtocolError(f"the sender {sender[:64]!r} is not ROLE.INCARNATION"))
-                continue
-            if int(number) < self._incarnations.get(role, 1):
-                continue
+            name = sender[:_MAX_SENDER_BYTES].decode(errors="replace")
+            role, _, number = name.rpartition(".")
             try:
+                if len(sender) > _MAX_SENDER_BYTES or not (number.isascii() and number.isdigit()):
+                    raise ProtocolError("the sender is not ROLE.INCARNATION")
+                if int(number) < self._incarnations.get(role, 1):
+                    continue
                 msg = decode(frames)
             except ProtocolError as err:
-                self._refuse(role, err)
+                self._refuse(name, err)
                 continue
             self._note(msg)
             messages.append(msg)
@@ -146,8 +155,20 @@ class Mailbox:
             if msg.retired if isinstance(msg, FenceMsg) else not msg.restarts:
                 self.retire(msg.role)
 
-    def _refuse(self, role: str, err: ProtocolError) -> None:
-        log.warning("message from %r refused: %s", role[:64], err)
+    def _note_strangers(self) -> None:
+        if self._strangers is not None and self._strangers.get(zmq.EVENTS) & zmq.POLLIN:
+            log.warning("%s turned a peer away that has not the session's keys (said once)", self.role)
+            self._inbox.disable_monitor()
+            self._strangers.close()
+            self._strangers = None
+
+    def _refuse(self, sender: str, err: ProtocolError) -> None:
+        if sender in self._refused or len(self._refused) >= _MAX_NAMED:
+            log.debug("message from %r refused: %s", sender, err)
+            return
+        self._refused.add(sender)
+        log.warning("message from %r refused: %s (its first; more are not logged)", sender, err)
+        role = sender.rpartition(".")[0]
         if role in self._outboxes:
             self.send(role, ProtocolErrorMsg(self.role, str(err)))
 
@@ -173,6 +194,8 @@ class Mailbox:
         self._auth.stop()
         for outbox in self._outboxes.values():
             outbox.close(linger=0)
+        if self._strangers is not None:
+            self._strangers.close()
         self._inbox.close(linger=0)
         self._context.destroy(linger=0)
         self._path.unlink(missing_ok=True)

@@ -38,16 +38,27 @@ def _clear_error() -> None:
         torch.cuda.synchronize()
 
 
-def pin_segment(name: str, memory: torch.Tensor, call: Register = register) -> None:
-    """Pin a mapped segment.
+def unregister(address: int) -> None:
+    """`cudaHostUnregister`."""
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def pin_segment(
+    name: str, memory: torch.Tensor, call: Register = register, undo: Callable[[int], None] = unregister
+) -> None:
+    """Pin a mapped segment, or nothing of it.
 
     Raises:
         HostMemoryError: CUDA refused; says size, limit and remedy.
     """
+    done: list[int] = []
     for address, nbytes in chunks(memory.data_ptr(), memory.nbytes):
         code = call(address, nbytes)
         if code:
+            for pinned in done:
+                undo(pinned)
             advice = memlock_problem(memory.nbytes) or "another limit of the driver or of this container"
             raise HostMemoryError(
                 f"CUDA refused to pin {nbytes / 2**30:.2f} GiB of segment {name} (error {code}): {advice}"
             )
+        done.append(address)
