@@ -22,6 +22,7 @@ from rpruntime.errors import RoundPipeError, SessionLost, WorkerDied
 from rpruntime.interrupts import uninterrupted
 from rpruntime.recording import record
 from rpruntime.store.arena import Arena, Store
+from rpruntime.store.slabs import Slabs
 from rpruntime.terminal import say
 from rpruntime.wire.messages import (
     FreeMsg,
@@ -47,6 +48,7 @@ class Client:
     Attributes:
         session: the session it controls.
         arena: the controller's own memory (inputs, labels, code objects).
+        slabs: weights of models that no pipe has loaded yet, and frozen ones.
         store: views of everybody's memory.
     """
 
@@ -55,6 +57,7 @@ class Client:
         owner = "controller.1"
         self.store = Store(session.segments)
         self.arena = Arena(owner, session.segments, self.store)
+        self.slabs = Slabs(owner, session.segments, self.store.forget)
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self._machine = ControllerMachine(
@@ -230,6 +233,8 @@ class Client:
     def _apply(self, instructions: list[Any]) -> None:
         for instruction in instructions:
             if isinstance(instruction, ev.Send):
+                if isinstance(instruction.msg, FreeMsg):
+                    self.slabs.note_freed(instruction.msg.extents)
                 self.session.post.send(instruction.role, instruction.msg)
             elif isinstance(instruction, ev.FreeOwn):
                 for extent in instruction.extents:

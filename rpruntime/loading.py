@@ -211,11 +211,13 @@ class Loader:
             self._failure = self._failure or msg
             self._heard.add(msg.role)
 
-    def check_memory(self, optimizer: torch.optim.Optimizer | None, asynchronous: bool) -> None:
-        """Raises HostMemoryError, with the machine's figures, before anything is allocated."""
+    def check_memory(self, optimizer: torch.optim.Optimizer | None, asynchronous: bool, lent_bytes: int = 0) -> None:
+        """Raises HostMemoryError, with the machine's figures, before anything is allocated. `lent_bytes`: weights that
+        lie in shared memory already."""
         need = host_bytes(
             self._layout, 0 if optimizer is None else state_tensors_per_parameter(optimizer), asynchronous
         )
+        need -= lent_bytes
         override = self._client.session.config.get("host_memory")
         memory = read_host_memory()
         check_host_memory(need, memory, override_gib=override, what="the model")
@@ -232,7 +234,7 @@ class Loader:
         client.do(ModelLoadingEvent(LoadModelMsg(model, package.handle)))
         self._await(lambda: self._allocated is not None, "the optimizer's slabs", "reserving memory")
         assert self._allocated is not None
-        self._write(self._allocated)
+        self._write(self._allocated, package.spec.lent)
         client.send("optimizer", ModelFilledMsg(model))
         self._await(lambda: self._ready >= self._roles(), "the model in every process", "loading")
         return self._allocated
@@ -261,16 +263,17 @@ class Loader:
         if self._failure is not None:
             raise_role_failure(self._failure)
 
-    def _write(self, allocated: ModelAllocatedMsg) -> None:
-        """The initial weights, cast into the master copy and widened into the optimizer copy."""
+    def _write(self, allocated: ModelAllocatedMsg, lent: tuple[Extent | None, ...]) -> None:
+        """The initial weights, cast into the master copy, unless they are there, and widened into the optimizer copy."""
         store = self._client.store
         began = told = time.monotonic()
         wide_offsets = [optimizer_layout(unit)[0] for unit in self._layout.units]
         with torch.no_grad():
             for (unit, index), parameter in self._layout.parameters.items():
                 spec = self._layout.units[unit].params[index]
-                master = store.bytes_of(allocated.master[unit])
-                view(master, spec.offset, spec.shape, spec.dtype).copy_(parameter)
+                if not lent or lent[unit] is None:
+                    master = store.bytes_of(allocated.master[unit])
+                    view(master, spec.offset, spec.shape, spec.dtype).copy_(parameter)
                 extent = allocated.optim[unit]
                 if extent is not None:
                     wide = optimizer_dtype(spec.dtype)
@@ -289,6 +292,56 @@ def raise_role_failure(msg: RoleFailedMsg) -> None:
     from rpruntime.failures import rebuild
 
     raise rebuild(msg.error, 0, 0)
+
+
+class Loan:
+    """The slabs of the script's own memory in which a model's weights lie already (`rpruntime/store/slabs.py`)."""
+
+    def __init__(self, client: Client, layout: ModelLayout) -> None:
+        self._client = client
+        self._layout = layout
+        members: dict[int, list[torch.Tensor]] = {}
+        for (unit, _), parameter in layout.parameters.items():
+            members.setdefault(unit, []).append(parameter)
+        self._home = client.slabs.slabs_of(layout.parameters.values())
+        self.extents = tuple(client.slabs.lend(unit, members[unit.index]) for unit in layout.units)
+        """One a unit; None: its weights are copied."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are lent."""
+        return sum(extent.nbytes for extent in self.extents if extent is not None)
+
+    def cancel(self) -> None:
+        """The model is not loaded after all."""
+        for extent in self.extents:
+            if extent is not None:
+                self._client.slabs.take_back(extent)
+
+    def begin(self) -> None:
+        """The model is loaded and the parameters are elsewhere: slabs that were copied go."""
+        self._client.slabs.release(self._home)
+
+    def end(self, newest: dict[int, Extent]) -> None:
+        """The pipe is closed: parameters whose newest weights (`newest`, by unit) are the lent ones are the slab's again,
+        all others become private copies."""
+        kept = set()
+        for unit, extent in enumerate(self.extents):
+            if extent is not None and unit in newest and not self._client.slabs.is_gone(extent):
+                last = newest[unit]
+                if (last.segment, last.offset) == (extent.segment, extent.offset):
+                    kept.add(unit)
+        with torch.no_grad():
+            for (unit, index), parameter in self._layout.parameters.items():
+                extent, spec = self.extents[unit], self._layout.units[unit].params[index]
+                if unit in kept and extent is not None:
+                    memory = self._client.slabs.memory(extent)
+                    parameter.data = view(memory, spec.offset, spec.shape, spec.dtype)
+                else:
+                    parameter.data = parameter.data.clone()
+        for unit, extent in enumerate(self.extents):
+            if extent is not None:
+                (self._client.slabs.take_back if unit in kept else self._client.slabs.give_up)(extent)
 
 
 class _PrivateMappings:

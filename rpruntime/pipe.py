@@ -15,9 +15,11 @@ from rpruntime.client import Client, client_of
 from rpruntime.control import events as ev
 from rpruntime.errors import ConfigError, RoundPipeError
 from rpruntime.failures import install_excepthook, rebuild
-from rpruntime.layout import ModelLayout, check_model, check_optimizer, lay_out
-from rpruntime.loading import Loader, ModelPackage, initial_buffers, point_parameters, put_bytes
-from rpruntime.microbatch import CutCall, cut_call, merge_metrics, merge_outputs
+from rpruntime.layout import ModelLayout, check_model, check_optimizer, lay_out, shown_class
+from rpruntime.loading import Loader, Loan, ModelPackage, initial_buffers, point_parameters, put_bytes
+from rpruntime.microbatch import CutCall, cut_call, merge_metrics, merge_outputs, take_labels
+from rpruntime.models.generate import generate
+from rpruntime.models.parts import follow_modes, is_causal_lm
 from rpruntime.results import EvalResult, Loss, StepInfo
 from rpruntime.schedule.plan import ExecutionPlan
 from rpruntime.store.handle import MAX_INLINE_SKELETON_BYTES, Payload, TensorHandle
@@ -150,7 +152,12 @@ class RoundPipe:
     ) -> None:
         client = self._client
         loader = Loader(client, self._layout, self._quiet)
-        loader.check_memory(optimizer, asynchronous)
+        self._loan = Loan(client, self._layout)
+        try:
+            loader.check_memory(optimizer, asynchronous, self._loan.nbytes)
+        except BaseException:
+            self._loan.cancel()
+            raise
         self._listener: Callable[[Any], None] = loader.on_message
         self._model = client.add_listener(lambda msg: self._listener(msg))
         package: ModelPackage | None = None
@@ -183,6 +190,7 @@ class RoundPipe:
                 units=tuple(self._layout.units),
                 layer_units=tuple(tuple(units) for units in self._layout.layer_units),
                 buffers=initial_buffers(client, self._layout),
+                lent=self._loan.extents,
                 grain=recompute,
                 asynchronous=asynchronous,
                 master=allocated.master,
@@ -190,6 +198,7 @@ class RoundPipe:
         )
         self._point_parameters(dict(enumerate(allocated.master)))
 
+            self._loan.cancel()
     # --- training
 
     def forward_backward(
@@ -206,6 +215,7 @@ class RoundPipe:
         Raises:
             ConfigError: the batch cannot be cut; nothing has happened.
             The user's own exception of an earlier call, once; the run stays usable.
+        self._loan.begin()
         """
         self._start_of_call()
         if not self._stepped:
@@ -548,9 +558,7 @@ class RoundPipe:
                 failure = err
                 self.synchronize()  # the weights are those before the iteration that failed
         finally:
-            with torch.no_grad():
-                for parameter in self._layout.parameters.values():
-                    parameter.data = parameter.data.clone()
+            self._loan.end(self._weights_shown())
             self._closed = True
             if self.optimizer is not None:
                 _unpatch_optimizer(self.optimizer)
@@ -622,6 +630,13 @@ class RoundPipe:
             }
         )
         self.last_step = info
+    def _weights_shown(self) -> dict[int, Any]:
+        """Where the weights lie that the script's parameters show: all, or the frozen ones of a session that has ended."""
+        with self._client.lock:
+            newest = self._client.machine.newest_weights(self._model)
+        units = self._layout.units
+        return {unit: extent for unit, extent in newest.items() if self._synchronized or not units[unit].trainable}
+
 
     def _on_failure(self, msg: ev.ReportFailure) -> None:
         call = msg.call

@@ -31,10 +31,18 @@ class _Model:
 
     def __init__(self, msg: ModelSpec, arena: Arena, scratch: Scratch) -> None:
         self.msg = msg
-        arena.reserve(sum(unit.nbytes for unit in msg.units) or 1)
-        self.master = [arena.allocate(unit.nbytes) for unit in msg.units]
+        lent = msg.lent or (None,) * len(msg.units)
+        own = sum(unit.nbytes for unit, extent in zip(msg.units, lent, strict=True) if extent is None)
+        if own:
+            arena.reserve(own)
+        self.lent = {dataclasses.replace(extent, owner=arena.owner) for extent in lent if extent is not None}
+        """First versions that lie in the controller's memory; they become the arena's when they are freed."""
+        self.master = [
+            arena.allocate(unit.nbytes) if extent is None else dataclasses.replace(extent, owner=arena.owner)
+            for unit, extent in zip(msg.units, lent, strict=True)
+        ]
         """The newest version of each unit."""
-        self.slabs: set[Extent] = set(self.master)
+        self.slabs: set[Extent] = set(self.master) - self.lent
         """All versions that nobody has freed."""
         self.units: list[Unit | None] = [Unit(unit, arena, scratch) if unit.trainable else None for unit in msg.units]
 
@@ -154,11 +162,18 @@ class OptimizerShell:
     def _drop_sums(self, instruction: m.DropSums) -> None:
         for unit in self._models[instruction.model].units:
             if unit is not None:
+        for extent in model.lent.difference(model.master):  # a newest version is the controller's again
+            self._arena.take(extent)
                 unit.drop_sum(instruction.iteration)
 
     def _measure_norm(self, instruction: m.MeasureNorm) -> None:
         norms = [
             torch.linalg.vector_norm(gradient)
+            lender = next((model for model in self._models.values() if extent in model.lent), None)
+            if lender is not None:
+                lender.lent.discard(extent)
+                self._arena.take(extent)
+                continue
             for unit in self._models[instruction.model].units
             if unit is not None
             for gradient in unit.gradients(instruction.iteration, instruction.only.get(unit.spec.index))

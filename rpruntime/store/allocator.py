@@ -31,6 +31,13 @@ class Allocator:
         self._sizes[segment] = nbytes
         self._free[segment] = [(0, nbytes)]
 
+    def add_run(self, segment: str, offset: int, nbytes: int) -> None:
+        """Take aligned bytes of a segment into use of which other parts are somebody else's."""
+        self._sizes[segment] = self._sizes.get(segment, 0) + nbytes
+        self._free.setdefault(segment, [])
+        self._live[segment, offset] = nbytes
+        self.free(segment, offset)
+
     def allocate(self, nbytes: int) -> tuple[str, int] | None:
         """(segment, offset) of `nbytes` free bytes from the tightest run, or None: no run is long enough."""
         need = align(nbytes)

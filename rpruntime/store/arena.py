@@ -73,6 +73,10 @@ class Store:
         self._segments[segment] = memory
         return memory
 
+    def forget(self, segment: str) -> None:
+        """Drop the mapping of a segment that nobody names any more."""
+        self._segments.pop(segment, None)
+
     def segment(self, name: str) -> torch.Tensor:
         """All bytes of a segment, uint8 [nbytes], mapped at first use."""
         memory = self._segments.get(name)
@@ -138,6 +142,12 @@ class Arena:
                 log.info("arena %s adopts %s, %.1f MiB", self.owner, name, nbytes / 2**20)
                 self.store.segment(name)
                 self._allocator.add_segment(name, nbytes)
+
+    def take(self, extent: Extent) -> None:
+        """Bytes that another process had lent are this arena's from now on, and free."""
+        with self._lock:
+            self.store.segment(extent.segment)
+            self._allocator.add_run(extent.segment, extent.offset, align(extent.nbytes))
 
     def allocate(self, nbytes: int) -> Extent:
         """An extent of `nbytes`; the arena grows if it must. Raises HostMemoryError."""

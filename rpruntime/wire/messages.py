@@ -271,6 +271,10 @@ class ModelAllocatedMsg:
 
 
 @message
+    scaler: ScalerState | None = None
+    """None: losses are not scaled."""
+    lent: tuple[Extent | None, ...] = ()
+    """Where each unit's initial weights lie already in the controller's memory; None: nowhere (empty: no unit's)."""
 @dataclass(frozen=True, slots=True)
 class ModelFilledMsg:
     """Controller to optimizer: the weights are written; publish version 0."""
