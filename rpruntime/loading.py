@@ -264,7 +264,7 @@ class Loader:
             raise_role_failure(self._failure)
 
     def _write(self, allocated: ModelAllocatedMsg, lent: tuple[Extent | None, ...]) -> None:
-        """The initial weights, cast into the master copy, unless they are there, and widened into the optimizer copy."""
+        """The initial weights: cast into the master copy, unless lent, and widened into the optimizer copy."""
         store = self._client.store
         began = told = time.monotonic()
         wide_offsets = [optimizer_layout(unit)[0] for unit in self._layout.units]
@@ -323,8 +323,8 @@ class Loan:
         self._client.slabs.release(self._home)
 
     def end(self, newest: dict[int, Extent]) -> None:
-        """The pipe is closed: parameters whose newest weights (`newest`, by unit) are the lent ones are the slab's again,
-        all others become private copies."""
+        """The pipe is closed: parameters whose newest weights (`newest`, by unit) are the lent ones are the slab's
+        again, all others become private copies."""
         kept = set()
         for unit, extent in enumerate(self.extents):
             if extent is not None and unit in newest and not self._client.slabs.is_gone(extent):

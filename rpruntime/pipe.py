@@ -15,11 +15,9 @@ from rpruntime.client import Client, client_of
 from rpruntime.control import events as ev
 from rpruntime.errors import ConfigError, RoundPipeError
 from rpruntime.failures import install_excepthook, rebuild
-from rpruntime.layout import ModelLayout, check_model, check_optimizer, lay_out, shown_class
+from rpruntime.layout import ModelLayout, check_model, check_optimizer, lay_out
 from rpruntime.loading import Loader, Loan, ModelPackage, initial_buffers, point_parameters, put_bytes
-from rpruntime.microbatch import CutCall, cut_call, merge_metrics, merge_outputs, take_labels
-from rpruntime.models.generate import generate
-from rpruntime.models.parts import follow_modes, is_causal_lm
+from rpruntime.microbatch import CutCall, cut_call, merge_metrics, merge_outputs
 from rpruntime.results import EvalResult, Loss, StepInfo
 from rpruntime.schedule.plan import ExecutionPlan
 from rpruntime.store.handle import MAX_INLINE_SKELETON_BYTES, Payload, TensorHandle
@@ -173,6 +171,7 @@ class RoundPipe:
                 recompute=recompute,
                 asynchronous=asynchronous,
                 cast=cast,
+                lent=self._loan.extents,
             )
             client.wait_roles()
             allocated = loader.run(package)
@@ -180,6 +179,7 @@ class RoundPipe:
             if package is not None:
                 loader.undo(package)
             client.remove_listener(self._model)
+            self._loan.cancel()
             raise
         self._package = package  # replacements of workers read it
         self._listener = self._on_message
@@ -190,15 +190,14 @@ class RoundPipe:
                 units=tuple(self._layout.units),
                 layer_units=tuple(tuple(units) for units in self._layout.layer_units),
                 buffers=initial_buffers(client, self._layout),
-                lent=self._loan.extents,
                 grain=recompute,
                 asynchronous=asynchronous,
                 master=allocated.master,
             )
         )
         self._point_parameters(dict(enumerate(allocated.master)))
+        self._loan.begin()
 
-            self._loan.cancel()
     # --- training
 
     def forward_backward(
@@ -215,7 +214,6 @@ class RoundPipe:
         Raises:
             ConfigError: the batch cannot be cut; nothing has happened.
             The user's own exception of an earlier call, once; the run stays usable.
-        self._loan.begin()
         """
         self._start_of_call()
         if not self._stepped:
@@ -568,6 +566,13 @@ class RoundPipe:
         if failure is not None:
             raise failure
 
+    def _weights_shown(self) -> dict[int, Any]:
+        """Where the weights lie that the script's parameters show: all, or the frozen ones of a session that has ended."""
+        with self._client.lock:
+            newest = self._client.machine.newest_weights(self._model)
+        units = self._layout.units
+        return {unit: extent for unit, extent in newest.items() if self._synchronized or not units[unit].trainable}
+
     def __enter__(self) -> RoundPipe:
         return self
 
@@ -630,13 +635,6 @@ class RoundPipe:
             }
         )
         self.last_step = info
-    def _weights_shown(self) -> dict[int, Any]:
-        """Where the weights lie that the script's parameters show: all, or the frozen ones of a session that has ended."""
-        with self._client.lock:
-            newest = self._client.machine.newest_weights(self._model)
-        units = self._layout.units
-        return {unit: extent for unit, extent in newest.items() if self._synchronized or not units[unit].trainable}
-
 
     def _on_failure(self, msg: ev.ReportFailure) -> None:
         call = msg.call

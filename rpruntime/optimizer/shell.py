@@ -150,11 +150,18 @@ class OptimizerShell:
                 unit.free()
         for extent in model.slabs:
             self._arena.free(extent)
+        for extent in model.lent.difference(model.master):  # a newest version is the controller's again
+            self._arena.take(extent)
 
     # --- work
 
     def _free(self, instruction: m.FreeOwn) -> None:
         for extent in instruction.extents:
+            lender = next((model for model in self._models.values() if extent in model.lent), None)
+            if lender is not None:
+                lender.lent.discard(extent)
+                self._arena.take(extent)
+                continue
             self._arena.free(extent)
             for model in self._models.values():
                 model.slabs.discard(extent)
@@ -162,18 +169,11 @@ class OptimizerShell:
     def _drop_sums(self, instruction: m.DropSums) -> None:
         for unit in self._models[instruction.model].units:
             if unit is not None:
-        for extent in model.lent.difference(model.master):  # a newest version is the controller's again
-            self._arena.take(extent)
                 unit.drop_sum(instruction.iteration)
 
     def _measure_norm(self, instruction: m.MeasureNorm) -> None:
         norms = [
             torch.linalg.vector_norm(gradient)
-            lender = next((model for model in self._models.values() if extent in model.lent), None)
-            if lender is not None:
-                lender.lent.discard(extent)
-                self._arena.take(extent)
-                continue
             for unit in self._models[instruction.model].units
             if unit is not None
             for gradient in unit.gradients(instruction.iteration, instruction.only.get(unit.spec.index))

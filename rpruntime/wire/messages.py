@@ -258,6 +258,8 @@ class ModelSpec:
     """What each worker reserves for gradients while the model loads, so that its arena need not grow in a run."""
     python_path: tuple[str, ...]
     """The script's `sys.path`, for classes that are pickled by reference."""
+    lent: tuple[Extent | None, ...] = ()
+    """Where each unit's initial weights lie already in the controller's memory; None: nowhere (empty: no unit's)."""
 
 
 @message
@@ -271,10 +273,6 @@ class ModelAllocatedMsg:
 
 
 @message
-    scaler: ScalerState | None = None
-    """None: losses are not scaled."""
-    lent: tuple[Extent | None, ...] = ()
-    """Where each unit's initial weights lie already in the controller's memory; None: nowhere (empty: no unit's)."""
 @dataclass(frozen=True, slots=True)
 class ModelFilledMsg:
     """Controller to optimizer: the weights are written; publish version 0."""
