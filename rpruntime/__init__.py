@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rpruntime import schedule
+    from rpruntime import losses, schedule
     from rpruntime.client import Client
     from rpruntime.errors import (
         CheckpointError,
@@ -41,7 +41,7 @@ _HOME = {
     "SessionLost": "rpruntime.errors",
     "CheckpointError": "rpruntime.errors",
 }
-_SUBMODULES = ("schedule",)
+_SUBMODULES = ("losses", "schedule")
 
 __all__ = [*_HOME, *_SUBMODULES, "__version__"]
 

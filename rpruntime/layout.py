@@ -1,10 +1,11 @@
-"""From the user's `nn.Sequential` and optimizer to storage units: what is checked, what is cast, what lies together."""
+"""From the user's model and optimizer to storage units: what is checked, what is cast, what lies together."""
 
 from __future__ import annotations
 
 import itertools
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from rpruntime.errors import ConfigError
+from rpruntime.models.parts import layers_of, refuse, unwrapped
 from rpruntime.store.arena import dtype_name
 from rpruntime.store.layout import packed
 from rpruntime.wire.messages import ParamSpec, UnitSpec
@@ -51,11 +53,17 @@ def check_model(model: Any) -> None:
         raise ConfigError(
             "pass the model as it was before torch.compile (model._orig_mod); RoundPipe(compile=...) compiles layers"
         )
-    if not isinstance(model, nn.Sequential):
-        raise ConfigError(
-            f"RoundPipe needs an nn.Sequential, whose entries are the layers, not a {kind}: write the model as "
-            "nn.Sequential(embedding, block, ..., block, head)"
-        )
+    if isinstance(model, nn.Sequential):
+        _check_sequential(model)
+    elif isinstance(model, nn.Module):
+        refuse(unwrapped(model))
+    else:
+        raise ConfigError(f"the model must be an nn.Module, not a {kind}")
+    _check_tensors(model)
+
+
+def _check_sequential(model: nn.Sequential) -> None:
+    kind = type(model).__name__
     if type(model).forward is not nn.Sequential.forward:
         raise ConfigError(
             f"{kind} has a forward of its own, which would not run: make what it adds a layer of the Sequential"
@@ -71,6 +79,9 @@ def check_model(model: Any) -> None:
         raise ConfigError("the model has an entry that is None: leave it out or use nn.Identity()")
     if len(model) == 0:
         raise ConfigError("the model is empty: nn.Sequential needs at least one layer")
+
+
+def _check_tensors(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ConfigError(f"{name} has a gradient hook, which would not run on the workers: remove it")
@@ -108,16 +119,22 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
                 )
 
 
+def shown_class(layer: nn.Module) -> str:
+    """The class to name in messages: that of what a wrapper stands for, else the layer's own."""
+    return getattr(layer, "shown_as", "") or type(layer).__name__
+
+
 def lay_out(
-    model: nn.Sequential,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     dtype: torch.dtype | None,
     grad_dtype: torch.dtype | None,
+    loss_in_model: Callable[..., Any] | None = None,
 ) -> ModelLayout:
     """Cut a checked model into storage units: one for a layer's trainable parameters, one for its frozen ones, one for
-    each parameter that several positions share."""
-    names = list(model._modules)
-    layout = ModelLayout([model._modules[name] for name in names], names)
+    each parameter that several positions share. `loss_in_model`: a loss that the last layer of a causal LM computes."""
+    found = layers_of(model, loss=loss_in_model)
+    layout = ModelLayout([layer for _, layer in found], [name for name, _ in found])
     positions: dict[int, list[int]] = {}
     for position, layer in enumerate(layout.layers):
         for parameter in dict.fromkeys(layer.parameters()):

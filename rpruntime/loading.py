@@ -16,7 +16,7 @@ from torch import nn
 from rpruntime.client import Client
 from rpruntime.control.events import ModelLoadingEvent, ModelUndoneEvent
 from rpruntime.errors import ConfigError
-from rpruntime.layout import ModelLayout
+from rpruntime.layout import ModelLayout, shown_class
 from rpruntime.optimizer.units import revive_optimizer
 from rpruntime.store.arena import Store, view
 from rpruntime.store.handle import Extent, Payload, TensorHandle
@@ -94,7 +94,7 @@ class ModelPackage:
             layers.append(
                 LayerSpec(
                     name=layout.names[position],
-                    class_name=type(layer).__name__,
+                    class_name=shown_class(layer),
                     module=self._code(layer, f"model[{position}]", buffers),
                     units=tuple(layout.layer_units[position]),
                     buffers=any(module._buffers for module in layer.modules()),

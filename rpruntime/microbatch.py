@@ -133,6 +133,27 @@ def cut_call(
     )
 
 
+def take_labels(inputs: Any, labels: Any, *, keep: bool) -> tuple[Any, Any]:
+    """Take the entry "labels" out of a dict of inputs, or out of each of a list of them; `keep`: it stays there too.
+
+    Raises:
+        ConfigError: there are labels already, or only some micro-batches have them.
+    """
+    parts = inputs if isinstance(inputs, list) else [inputs]
+    found = [isinstance(part, Mapping) and part.get("labels") is not None for part in parts]
+    if not any(found):
+        if keep and labels is not None:
+            raise ConfigError('this loss is computed in the last layer: pass labels as the entry "labels" of a dict')
+        return inputs, labels
+    if labels is not None:
+        raise ConfigError('there are labels, and the dict of inputs has the entry "labels" too: pass one of them')
+    if not all(found):
+        raise ConfigError(f'micro-batch {found.index(False)} has no entry "labels", and others have: pass all or none')
+    rest = parts if keep else [{key: part[key] for key in part if key != "labels"} for part in parts]
+    taken = [part["labels"] for part in parts]
+    return (rest, taken) if isinstance(inputs, list) else (rest[0], taken[0])
+
+
 def merge_outputs(outputs: list[Any], rows: list[int], weights: list[float] | None = None) -> Any:
     """Join what the model returned for each micro-batch; the inverse of the cut.
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from rpruntime import losses
 from rpruntime import session as sessions
 from rpruntime.client import Client, client_of
 from rpruntime.control import events as ev
 from rpruntime.errors import ConfigError, RoundPipeError
 from rpruntime.failures import install_excepthook, rebuild
-from rpruntime.layout import ModelLayout, check_model, check_optimizer, lay_out
+from rpruntime.layout import ModelLayout, check_model, check_optimizer, lay_out, shown_class
 from rpruntime.loading import Loader, Loan, ModelPackage, initial_buffers, point_parameters, put_bytes
-from rpruntime.microbatch import CutCall, cut_call, merge_metrics, merge_outputs
+from rpruntime.microbatch import CutCall, cut_call, merge_metrics, merge_outputs, take_labels
+from rpruntime.models.generate import generate
+from rpruntime.models.parts import follow_modes, is_causal_lm
 from rpruntime.results import EvalResult, Loss, StepInfo
 from rpruntime.schedule.plan import ExecutionPlan
 from rpruntime.store.handle import MAX_INLINE_SKELETON_BYTES, Payload, TensorHandle
@@ -36,17 +39,19 @@ class RoundPipe:
     """Trains a model whose layers run on whichever device is next (paper section 3).
 
     Args:
-        model: an `nn.Sequential` on the CPU; its entries are the layers.
+        model: an `nn.Sequential`, whose entries are the layers, or a causal LM of `transformers` (also in a peft
+            model), on the CPU.
         optimizer: any torch optimizer that steps each parameter alone, made from the model's parameters.
         loss_fn: `loss_fn(outputs, labels)` -> mean over its micro-batch, or `(loss, {"metric": x})`. None: the last
-            layer's output is the loss.
+            layer's output is the loss; for a causal LM `rp.losses.causal_lm`.
         num_microbatches: M; a batch is cut into that many. Never depends on the number of devices.
         dtype: floating parameters are cast to it (None: each parameter keeps its own); the optimizer's copy is fp32.
         grad_dtype: what a slot's fp32 sum of gradients is rounded to, once (default: the parameter's dtype).
         asynchronous: iteration t reads the weights after step t-2 (staleness 1), so the pipeline never drains.
         plan: "auto" or "layers" (one layer a stage), or an `ExecutionPlan`.
         recompute: "stage" keeps the input of each backward stage, "layer" that of every layer (less device memory).
-        loss_weight: `loss_weight(labels)` -> a micro-batch's weight, for example its unmasked tokens.
+        loss_weight: `loss_weight(labels)` -> a micro-batch's weight, for example its unmasked tokens (default: what
+            `loss_fn` has as attribute `loss_weight`).
         chunk_dims: dims along which arguments are cut, where it is not dim 0; None: not cut.
         seed: for `layer_seed` (default `torch.initial_seed()`).
         name: of the pipe within its session.
@@ -59,7 +64,7 @@ class RoundPipe:
 
     def __init__(
         self,
-        model: nn.Sequential,
+        model: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         *,
         loss_fn: Callable[..., Any] | None = None,
@@ -82,12 +87,22 @@ class RoundPipe:
         check_model(model)
         if optimizer is not None:
             check_optimizer(optimizer, model)
+        causal_lm = is_causal_lm(model)
+        if causal_lm and loss_fn is None:
+            loss_fn = losses.causal_lm
+        self._labels_in_dict = causal_lm or loss_fn in losses.BUILT_IN
+        chunked = loss_fn is losses.causal_lm_chunked
+        if chunked and not causal_lm:
+            raise ConfigError("causal_lm_chunked needs a causal LM of transformers: use rp.losses.LinearCrossEntropy")
+        self._labels_to_model = chunked
+        if loss_weight is None:
+            loss_weight = getattr(loss_fn, "loss_weight", None)
         self.model, self.optimizer, self.name = model, optimizer, name
         self._loss_fn, self._loss_weight, self._chunk_dims = loss_fn, loss_weight, chunk_dims
         self._num_microbatches = num_microbatches
         self._asynchronous = asynchronous
-        fixed = plan_of(plan, len(model))
-        layout = lay_out(model, optimizer, dtype, grad_dtype)
+        layout = lay_out(model, optimizer, dtype, grad_dtype, losses.chunked_head if chunked else None)
+        fixed = plan_of(plan, len(layout.layers))
         if optimizer is not None and not any(unit.trainable for unit in layout.units):
             raise ConfigError(
                 "the optimizer has nothing to train: no parameter of its groups requires a gradient; set requires_grad "
@@ -98,7 +113,7 @@ class RoundPipe:
         memory = min(
             (int(info.get("memory_bytes", 0)) for info in session.ready.values() if "memory_bytes" in info), default=0
         )
-        self._tuner = Tuner(len(model), len(session.worker_roles), memory, fixed)
+        self._tuner = Tuner(len(layout.layers), len(session.worker_roles), memory, fixed)
         self._quiet = bool(session.config.get("quiet"))
         self._said: set[str] = set()
         self._replace_older_pipe()
@@ -183,7 +198,7 @@ class RoundPipe:
             raise
         self._package = package  # replacements of workers read it
         self._listener = self._on_message
-        self._modes = [_modes(layer) for layer in self._layout.layers]
+        self._modes = self._modes_now()
         client.do(
             ev.ModelAddedEvent(
                 model=self._model,
@@ -207,7 +222,8 @@ class RoundPipe:
 
         Args:
             inputs: tuple -> `*args`, dict -> `**kwargs`, list -> micro-batches already cut, else one argument.
-            labels: what `loss_fn` gets as second argument; None: it is called with the outputs alone.
+            labels: what `loss_fn` gets as second argument; None: it is called with the outputs alone. With a causal LM
+                or a loss of `rp.losses` they may be the entry "labels" of the dict.
             scale: multiplies this call's gradients (not the loss that is returned).
             num_items: replaces the sum of weights (or rows) by the total of several calls.
 
@@ -224,6 +240,7 @@ class RoundPipe:
         if not self.model.training:
             self._say_once("the model is in eval mode while training: call model.train() if that is not meant")
         self._check_parameters()
+        inputs, labels = self._take_labels(inputs, labels)
         cut = cut_call(
             inputs,
             labels,
@@ -287,6 +304,13 @@ class RoundPipe:
                 self._raise_failure()
                 self._failure_is_over()
 
+    def _take_labels(self, inputs: Any, labels: Any) -> tuple[Any, Any]:
+        return take_labels(inputs, labels, keep=self._labels_to_model) if self._labels_in_dict else (inputs, labels)
+
+    def _modes_now(self) -> list[bytes]:
+        follow_modes(self._layout.layers)
+        return [_modes(layer) for layer in self._layout.layers]
+
     @property
     def plan(self) -> ExecutionPlan:
         """The stages of the open iteration."""
@@ -311,7 +335,7 @@ class RoundPipe:
         wants_output: bool = False,
     ) -> ev.CallEvent:
         context = capture()
-        modes = [(position, _modes(layer)) for position, layer in enumerate(self._layout.layers)]
+        modes = enumerate(self._modes_now())
         context["modes"] = tuple((p, flags) for p, flags in modes if flags != self._modes[p])
         inputs = [encoder.encode((args, kwargs), "inputs") for args, kwargs in zip(cut.args, cut.kwargs, strict=True)]
         labels = [encoder.encode(label, "labels") if has_labels else None for label in cut.labels]
@@ -449,7 +473,7 @@ class RoundPipe:
         """Weighted loss and metrics over `(inputs, labels)` batches, eval mode, no gradients, nothing kept.
 
         Args:
-            batches: of `(inputs, labels)`, as for `forward_backward`.
+            batches: of `(inputs, labels)`, as for `forward_backward`, or of dicts with the entry "labels".
             max_batches: stop after that many.
 
         Raises:
@@ -458,10 +482,12 @@ class RoundPipe:
         total, items = 0.0, 0.0
         rows: list[dict[str, float]] = []
         weights: list[float] = []
-        for number, (inputs, labels) in enumerate(batches):
+        for number, batch in enumerate(batches):
             if max_batches is not None and number >= max_batches:
                 break
             self._start_of_call()
+            inputs, labels = (batch, None) if isinstance(batch, Mapping) and self._labels_in_dict else batch
+            inputs, labels = self._take_labels(inputs, labels)
             cut = cut_call(
                 inputs,
                 labels,
@@ -479,6 +505,40 @@ class RoundPipe:
         if not weights:
             raise ConfigError("evaluate got no batch")
         return EvalResult(total / items, items, merge_metrics(rows, weights))
+
+    def generate(
+        self,
+        input_ids: Any,
+        *,
+        max_new_tokens: int = 64,
+        temperature: float = 0.0,
+        eos_token_id: int | Sequence[int] | None = None,
+        seed: int | None = None,
+    ) -> torch.Tensor:
+        """Continue prompts of one length, to look at results; every token is a full forward, without a cache.
+
+        Args:
+            input_ids: [B, S] or [S].
+            temperature: 0 takes the likeliest token; else tokens are drawn, with `seed`.
+            eos_token_id: ends a row, which is then filled with it.
+
+        Returns prompts and continuations, int64 [B, S + new] or [S + new].
+        """
+
+        def next_logits(ids: torch.Tensor) -> torch.Tensor:
+            inputs = {"input_ids": ids, "logits_to_keep": 1} if is_causal_lm(self.model) else ids
+            output = self.forward(inputs, num_microbatches=min(len(ids), self._num_microbatches))
+            logits: torch.Tensor = getattr(output, "logits", output)[:, -1]
+            return logits
+
+        return generate(
+            next_logits,
+            input_ids,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            eos_token_id=eos_token_id,
+            seed=seed,
+        )
 
     def _infer(self, cut: CutCall, *, has_labels: bool, wants_output: bool) -> ev.FinishCall:
         result = Loss(self, "an evaluation call")
@@ -660,7 +720,7 @@ class RoundPipe:
         error = dataclasses.replace(error, device=roles.get(error.device, error.device))
         if error.layer < 0 or error.layer_name:
             return error
-        name = f"{self._layout.names[error.layer]} ({type(self._layout.layers[error.layer]).__name__})"
+        name = f"{self._layout.names[error.layer]} ({shown_class(self._layout.layers[error.layer])})"
         return dataclasses.replace(error, layer_name=name)
 
     def _cancelled(self, cause: BaseException, where: str) -> Callable[[], BaseException]:

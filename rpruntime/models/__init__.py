@@ -1,0 +1,1 @@
+"""Causal language models of `transformers` as lists of layers, their weights, and looking at what they generate."""
