@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         SessionLost,
         WorkerDied,
     )
+    from rpruntime.models.pretrained import from_pretrained
     from rpruntime.pipe import RoundPipe
     from rpruntime.schedule.plan import ExecutionPlan
     from rpruntime.seeds import layer_seed
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "RoundPipe": "rpruntime.pipe",
+    "from_pretrained": "rpruntime.models.pretrained",
     "Client": "rpruntime.client",
     "init": "rpruntime.session",
     "Session": "rpruntime.session",

@@ -71,7 +71,9 @@ def is_causal_lm(model: Any) -> bool:
     return isinstance(model, nn.Module) and (is_transformers(model) or is_transformers(unwrapped(model)))
 
 
-def layers_of(model: nn.Module, *, loss: Callable[..., Tensor] | None = None) -> list[tuple[str, nn.Module]]:
+def layers_of(
+    model: nn.Module, *, loss: Callable[..., Tensor] | None = None, check: bool = True
+) -> list[tuple[str, nn.Module]]:
     """The layers of an `nn.Sequential` or of a causal LM of `transformers`, in order: (name, module).
 
     The modules hold the model's own submodules; nothing of the model is changed.
@@ -79,6 +81,7 @@ def layers_of(model: nn.Module, *, loss: Callable[..., Tensor] | None = None) ->
     Args:
         model: an `nn.Sequential`, a `...ForCausalLM`, or a peft model around one.
         loss: computes the loss in the last layer, from `(hidden [B, S, H], head, labels [B, S])`.
+        check: try out a model without a preset (its weights must be there).
 
     Raises:
         ConfigError: a part is missing, or the parts do not make up the model's own forward; says which.
@@ -92,7 +95,8 @@ def layers_of(model: nn.Module, *, loss: Callable[..., Tensor] | None = None) ->
         return _build(model, preset, loss)
     parts = _find(model)
     layers = _build(model, parts, loss)
-    _check(model, [layer for _, layer in layers])
+    if check:
+        _check(model, [layer for _, layer in layers])
     return layers
 
 
