@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from rpruntime.models.pretrained import from_pretrained
     from rpruntime.pipe import RoundPipe
+    from rpruntime.scaler import GradScaler
     from rpruntime.schedule.plan import ExecutionPlan
     from rpruntime.seeds import layer_seed
     from rpruntime.session import Session, init
@@ -35,6 +36,7 @@ _HOME = {
     "init": "rpruntime.session",
     "Session": "rpruntime.session",
     "ExecutionPlan": "rpruntime.schedule.plan",
+    "GradScaler": "rpruntime.scaler",
     "layer_seed": "rpruntime.seeds",
     "RoundPipeError": "rpruntime.errors",
     "ConfigError": "rpruntime.errors",

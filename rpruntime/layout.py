@@ -140,7 +140,6 @@ def lay_out(
         for parameter in dict.fromkeys(layer.parameters()):
             positions.setdefault(id(parameter), []).append(position)
     _check_storage(model)
-    _check_half(model, dtype)
     groups = _groups(model, optimizer)
     cast = _Cast(model, dtype)
     full_names = {id(p): name for name, p in model.named_parameters()}
@@ -196,14 +195,6 @@ def _groups(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[i
             stacklevel=4,
         )
     return groups
-
-
-def _check_half(model: nn.Module, dtype: torch.dtype | None) -> None:
-    half = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
-    if half and dtype in (None, torch.float16):
-        raise ConfigError(
-            f"{half[0]} is float16, which needs a gradient scaler; that is not supported yet, pass dtype=torch.bfloat16"
-        )
 
 
 def _check_storage(model: nn.Module) -> None:

@@ -22,12 +22,13 @@ from rpruntime.microbatch import CutCall, cut_call, merge_metrics, merge_outputs
 from rpruntime.models.generate import generate
 from rpruntime.models.parts import follow_modes, is_causal_lm
 from rpruntime.results import EvalResult, Loss, StepInfo
+from rpruntime.scaler import choose_scaler
 from rpruntime.schedule.plan import ExecutionPlan
 from rpruntime.store.handle import MAX_INLINE_SKELETON_BYTES, Payload, TensorHandle
 from rpruntime.store.values import put_together, take_apart, why_not_picklable
 from rpruntime.terminal import say
 from rpruntime.tuning import Tuner
-from rpruntime.wire.messages import ErrorInfo, ReadStateMsg, RoleFailedMsg, StateMsg
+from rpruntime.wire.messages import ErrorInfo, ReadStateMsg, RoleFailedMsg, ScalerState, StateMsg
 from rpruntime.worker.context import capture
 
 MAX_MICROBATCHES = 4096
@@ -49,6 +50,7 @@ class RoundPipe:
         grad_dtype: what a slot's fp32 sum of gradients is rounded to, once (default: the parameter's dtype).
         asynchronous: iteration t reads the weights after step t-2 (staleness 1), so the pipeline never drains.
         plan: "auto" or "layers" (one layer a stage), or an `ExecutionPlan`.
+        grad_scaler: an `rp.GradScaler`; made by default where parameters that train or their gradients are float16.
         recompute: "stage" keeps the input of each backward stage, "layer" that of every layer (less device memory).
         loss_weight: `loss_weight(labels)` -> a micro-batch's weight, for example its unmasked tokens (default: what
             `loss_fn` has as attribute `loss_weight`).
@@ -83,7 +85,7 @@ class RoundPipe:
         session: Any = None,
     ) -> None:
         self._closed = True  # until the model is loaded
-        self._check_settings(num_microbatches, recompute, grad_scaler, compile, dtype, grad_dtype)
+        self._check_settings(num_microbatches, recompute, compile, dtype, grad_dtype)
         check_model(model)
         if optimizer is not None:
             check_optimizer(optimizer, model)
@@ -103,6 +105,7 @@ class RoundPipe:
         self._asynchronous = asynchronous
         layout = lay_out(model, optimizer, dtype, grad_dtype, losses.chunked_head if chunked else None)
         fixed = plan_of(plan, len(layout.layers))
+        self.grad_scaler = choose_scaler(grad_scaler, layout)
         if optimizer is not None and not any(unit.trainable for unit in layout.units):
             raise ConfigError(
                 "the optimizer has nothing to train: no parameter of its groups requires a gradient; set requires_grad "
@@ -130,27 +133,23 @@ class RoundPipe:
         install_excepthook()
         self._load(optimizer, loss_fn, seed, recompute, asynchronous, cast=dtype is not None)
         self._closed = False
+        if self.grad_scaler is not None:
+            self.grad_scaler._bind(self)
         if optimizer is not None:
             _patch_optimizer(optimizer, self)
 
-    def _check_settings(
-        self, count: Any, recompute: str, scaler: Any, compile: str, dtype: Any, grad_dtype: Any
-    ) -> None:
+    def _check_settings(self, count: Any, recompute: str, compile: str, dtype: Any, grad_dtype: Any) -> None:
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ConfigError(f"num_microbatches must be a positive integer, not {count!r}")
         if count > MAX_MICROBATCHES:
             raise ConfigError(f"num_microbatches is {count}; {MAX_MICROBATCHES} at most, more calls a step do the rest")
         if recompute not in _RECOMPUTE:
             raise ConfigError(f"recompute must be one of {', '.join(_RECOMPUTE)}, not {recompute!r}")
-        if scaler is not None:
-            raise ConfigError("grad_scaler is not supported yet; train in bfloat16 or float32")
         if compile != "off":
             raise ConfigError('compile is not supported yet; leave compile="off"')
         for setting, value in (("dtype", dtype), ("grad_dtype", grad_dtype)):
             if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
                 raise ConfigError(f"{setting} must be a floating torch dtype such as torch.bfloat16, not {value!r}")
-        if torch.float16 in (dtype, grad_dtype):
-            raise ConfigError("float16 needs a gradient scaler, which is not supported yet; use torch.bfloat16")
 
     def _replace_older_pipe(self) -> None:
         pipes: weakref.WeakValueDictionary[str, RoundPipe] = self._client.pipes
@@ -186,6 +185,7 @@ class RoundPipe:
                 recompute=recompute,
                 asynchronous=asynchronous,
                 cast=cast,
+                scaler=self._scaler_state(),
                 lent=self._loan.extents,
             )
             client.wait_roles()
@@ -208,6 +208,7 @@ class RoundPipe:
                 grain=recompute,
                 asynchronous=asynchronous,
                 master=allocated.master,
+                loss_scale=1.0 if (scaler := self._scaler_state()) is None else scaler.scale,
             )
         )
         self._point_parameters(dict(enumerate(allocated.master)))
@@ -679,6 +680,8 @@ class RoundPipe:
 
     def _on_step_finished(self, msg: ev.FinishStep) -> None:
         done = msg.msg
+        if self.grad_scaler is not None and done.scaler is not None:
+            self.grad_scaler._follow(done.scaler, asynchronous=self._asynchronous)
         info, calls, lr = self._steps.pop(done.step)
         finished = [self._finished_calls.pop(call) for call in calls]
         metrics = [(m, w) for f in finished for m, w in zip(f.metrics, f.weights, strict=True) if w]
@@ -689,7 +692,7 @@ class RoundPipe:
                 "grad_norm": done.grad_norm,
                 "skipped": done.skipped,
                 "lr": lr,
-                "loss_scale": 1.0,
+                "loss_scale": done.loss_scale,
                 "seconds": done.seconds,
                 "metrics": merge_metrics([m for m, _ in metrics], [w for _, w in metrics]) if metrics else {},
             }
@@ -758,6 +761,28 @@ class RoundPipe:
         return self._client.wait(
             lambda: ready() or self._failure is not None or self._broken is not None, what, timeout_s
         )
+
+    def _scaler_state(self) -> ScalerState | None:
+        scaler = self.grad_scaler
+        return scaler._state if scaler is not None and scaler.is_enabled() else None
+
+    def _wait_for_steps(self) -> None:
+        """Wait until every step issued is done or cancelled."""
+        self._client.wait(
+            lambda: self._broken is not None or not self._client.machine.unfinished_steps(self._model),
+            "the steps issued",
+        )
+
+    def _set_scaler(self, state: ScalerState, previous: float | None) -> None:
+        self._start_of_call()
+        self._wait_for_steps()
+        self._raise_failure()
+        if self._open:
+            raise RoundPipeError(
+                "the losses of this iteration are scaled already: load the GradScaler's state before forward_backward, "
+                "or after pipe.step() or pipe.zero_grad()"
+            )
+        self._act(lambda: ev.SetScalerEvent(self._model, state, previous))
 
     def _say(self, line: str) -> None:
         if not self._quiet:

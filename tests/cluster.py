@@ -151,12 +151,15 @@ class Worker:
     def _RunMicrobatch(self, i: wm.RunMicrobatch) -> None:
         task, m, memory = i.task, i.microbatch, self.cluster.memory
         self._check_weights(task)
+        scale = self.cluster.optimizer.scales[task.model][task.version] if task.kind == "fused" else 1.0
+        assert i.loss_scale == scale, f"{task} was to run under scale {scale}, not {i.loss_scale}"
         for key, found in i.inputs.items():
             for extent in found.extents():
                 memory.check(extent, key)
         last = m == task.microbatches[-1]
         if (task.slot, self.owner) in self.cluster.short_of_memory:
-            if not self.cluster.random.randrange(3):
+            last_try = self.machine._short[task.slot] + 2 == wm.MAX_TRIES  # one more and the slot fails
+            if last_try or not self.cluster.random.randrange(3):
                 self.cluster.short_of_memory.discard((task.slot, self.owner))
             self.ready.append(wm.OutOfMemoryEvent(task.slot, ERROR))
             return
@@ -231,6 +234,11 @@ class Optimizer:
         """(model, step, unit) -> the slabs that the step used, in order of addition."""
         self.master: dict[tuple[int, int], Extent] = {}
         self.slabs: dict[int, set[Extent]] = defaultdict(set)
+        self.scales: dict[int, dict[int, float]] = {}
+        """Model -> version -> scale after that many steps, worked out beside the machine."""
+        self.trackers: dict[int, int] = {}
+        self.skipped: set[tuple[int, int]] = set()
+        """(model, step)"""
 
     def handle(self, *events: Any) -> None:
         self.todo.extend(self.machine.handle(*events))
@@ -293,9 +301,32 @@ class Optimizer:
     def _MeasureNorm(self, i: om.MeasureNorm) -> None:
         for part in i.only.values():
             self._read(part)
-        self._happened(om.NormEvent(i.model, i.iteration, 2.0, True))
+        finite = self._move_scale(i) if self.cluster.spec(i.model).scaler is not None else True
+        self._happened(om.NormEvent(i.model, i.iteration, 2.0, True, finite))
+
+    def _move_scale(self, i: om.MeasureNorm) -> bool:
+        """Whether the step is to be stepped."""
+        scales, spec = self.scales[i.model], self.cluster.spec(i.model)
+        used, newest = scales[self.cluster.read[i.model, i.iteration]], scales[i.iteration]
+        assert i.inverse == 1 / used
+        finite = self.cluster.random.random() < 0.6
+        good = self.trackers.get(i.model, 0) + 1 if finite else 0
+        if not finite and used == newest:
+            newest /= 2
+        elif not finite:
+            good = self.trackers.get(i.model, 0)
+        elif good == spec.scaler.growth_interval:
+            newest, good = newest * 2, 0
+        scales[i.iteration + 1], self.trackers[i.model] = newest, good
+        if not finite:
+            self.skipped.add((i.model, i.iteration))
+            for unit in spec.units:  # what was version t is version t + 1 too
+                version = i.iteration + 1 if unit.trainable else 0
+                self.cluster.memory.alias(self.master[i.model, unit.index], ("weights", i.model, unit.index, version))
+        return finite
 
     def _StepUnit(self, i: om.StepUnit) -> None:
+        assert (i.model, i.step) not in self.skipped
         used = [self._read(i.only)] if i.only is not None else list(self.sums.get((i.model, i.step, i.unit), ()))
         self.stepped[i.model, i.step, i.unit] = used
         # the shell repeats the handle of a unit without gradients; a new slab is as right, and checks the version
@@ -400,6 +431,8 @@ class Cluster:
         self.failing: set[int] = set()
         self.short_of_memory: set[tuple[int, str]] = set()
         """(slot, worker with its incarnation) that will not have enough device memory."""
+        self.read: dict[tuple[int, int], int] = {}
+        """(model, iteration) -> the version that it reads."""
         self.dead: list[str] = []
         self.adopted: list[str] = []
         self.starting: dict[str, int] = {}
@@ -514,6 +547,8 @@ class Cluster:
 
     def load(self, spec: msgs.ModelSpec) -> None:
         self._specs[spec.model] = spec
+        scale = 1.0 if spec.scaler is None else spec.scaler.scale
+        self.optimizer.scales[spec.model] = defaultdict(lambda: 1.0) if spec.scaler is None else {0: scale}
         for role in (*self.workers, self.optimizer):
             role.handle(spec)
         self.optimizer.act("next")
@@ -526,6 +561,8 @@ class Cluster:
                 extent = self.memory.write(self.controller.owner, ("buffer", -spec.model, 0, position))
                 buffers.append((position, payload(extent)))
         nothing = TensorHandle(Extent(self.controller.owner, "x", 0, 1), 0, (1,), (1,), "uint8")
+        # known for workers that start later; the others have it
+        self.controller.machine.handle(ev.ModelLoadingEvent(msgs.LoadModelMsg(spec.model, nothing)))
         self.controller.handle(
             ev.ModelAddedEvent(
                 spec.model,
@@ -535,14 +572,16 @@ class Cluster:
                 spec.recompute,
                 spec.asynchronous,
                 extents,
-            ),
-            ev.ModelLoadingEvent(msgs.LoadModelMsg(spec.model, nothing)),
+                scale,
+            )
         )
 
     def call(
         self, model: int, plan: ExecutionPlan, weights: list[float], inference: bool = False, output: bool = False
     ) -> int:
         call = next(self._calls)
+        machine = self.controller.machine
+        self.read[model, machine.iteration(model)] = machine._models[model].version_read()
         write = self.memory.write
         owner = self.controller.owner
         inputs = tuple(payload(write(owner, ("act", call, m, 0))) for m in range(len(weights)))
@@ -589,7 +628,8 @@ def make_spec(model: int, rng: random.Random, num_layers: int, *, asynchronous: 
         msgs.LayerSpec(str(p), "Layer", msgs.CodeObject(nothing, ()), tuple(found), rng.random() < 0.3)
         for p, found in enumerate(layer_units)
     )
-    return msgs.ModelSpec(model, "m", layers, tuple(units), None, None, 0, grain, asynchronous, False, 0, ())
+    scaler = msgs.ScalerState(2.0**16, 2.0, 0.5, rng.choice([1, 2, 3]), 0) if rng.random() < 0.5 else None
+    return msgs.ModelSpec(model, "m", layers, tuple(units), None, None, 0, grain, asynchronous, False, 0, (), scaler)
 
 
 def random_plan(rng: random.Random, num_layers: int) -> ExecutionPlan:

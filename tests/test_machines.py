@@ -142,6 +142,9 @@ class Script:
             if set(calls) & cluster.controller.cancelled:
                 continue
             assert (model, step) in cluster.controller.steps
+            if (model, step) in optimizer.skipped:
+                assert not any(key[:2] == (model, step) for key in optimizer.stepped)
+                continue
             for unit in cluster.spec(model).units:
                 if unit.trainable:
                     expected = [

@@ -7,7 +7,7 @@ from typing import Any
 
 from rpruntime.schedule.plan import ExecutionPlan
 from rpruntime.store.handle import Extent, Payload
-from rpruntime.wire.messages import ErrorInfo, LoadModelMsg, StepDoneMsg, UnitSpec
+from rpruntime.wire.messages import ErrorInfo, LoadModelMsg, ScalerState, StepDoneMsg, UnitSpec
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class ModelAddedEvent:
     asynchronous: bool
     master: tuple[Extent, ...]
     """Version 0 of each unit."""
+    loss_scale: float = 1.0
+    """Of the first iteration."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,18 @@ class DiscardEvent:
 
 
 @dataclass(frozen=True)
+class SetScalerEvent:
+    """The gradient scaler goes on from this state; nothing runs and the open iteration has no call.
+
+    `previous`: the scale that the next iteration uses where it reads older weights; None: the state's.
+    """
+
+    model: int
+    state: ScalerState
+    previous: float | None = None
+
+
+@dataclass(frozen=True)
 class OutputTakenEvent:
     """The script has copied the outputs of an inference call."""
 
@@ -95,6 +109,7 @@ Event = (
     | CallEvent
     | StepEvent
     | DiscardEvent
+    | SetScalerEvent
     | OutputTakenEvent
 )
 

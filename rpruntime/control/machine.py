@@ -38,6 +38,7 @@ from rpruntime.control.events import (
     ReleaseOwner,
     ReportFailure,
     Send,
+    SetScalerEvent,
     StepEvent,
 )
 from rpruntime.control.lifetimes import Lifetimes
@@ -62,6 +63,7 @@ from rpruntime.wire.messages import (
     LossReadyMsg,
     RoleDiedMsg,
     RoleReadyMsg,
+    SetScalerMsg,
     SlabDoneMsg,
     SlabReadyMsg,
     SlotCommittedMsg,
@@ -139,6 +141,10 @@ class _Model:
     """Steps that the optimizer has done and whose calls have not all finished here."""
     versions: dict[int, list[int]] = field(default_factory=dict)
     """Published versions of each unit that are still readable, ascending; the last is the newest."""
+    scales: dict[int, float] = field(default_factory=dict)
+    """Version -> loss scale of the iterations that read it, as the optimizer told."""
+    set_scales: dict[int, float] = field(default_factory=dict)
+    """The same, where the script has set another one."""
     cancel: _Cancel | None = None
     cancel_waits_for: set[str] = field(default_factory=set)
     failed: list[SlotFailedMsg] = field(default_factory=list)
@@ -210,6 +216,7 @@ class ControllerMachine:
             CallEvent: self._on_call,
             StepEvent: self._on_step,
             DiscardEvent: self._on_discard,
+            SetScalerEvent: self._on_set_scaler,
             OutputTakenEvent: self._on_output_taken,
             LossReadyMsg: self._on_loss,
             DataReadyMsg: self._on_data,
@@ -302,7 +309,7 @@ class ControllerMachine:
     def _on_model_added(self, event: ModelAddedEvent) -> None:
         start = (-event.model, 0)
         self._models[event.model] = _Model(event, start, {0: _Iteration(start)})
-        self._on_weights(WeightsReadyMsg(event.model, 0, tuple(enumerate(event.master))))
+        self._on_weights(WeightsReadyMsg(event.model, 0, tuple(enumerate(event.master)), event.loss_scale))
         for position, payload in event.buffers:
             key: Key = ("buffer", *start, position)
             self._lifetimes.hold(key, ("head", event.model))
@@ -413,13 +420,15 @@ class ControllerMachine:
             buffers_from=tasks.buffers_from,
             buffers_kept=min(iteration.buffers_from[0] for iteration in model.iterations.values()),
             context=event.context,
+            loss_scale=None if event.inference else model.set_scales.get(model.version_read()),
         )
 
     def _send_call(self, event: CallEvent, call: CallMsg, tasks: CallTasks) -> None:
         for worker in self._roster.living:
             self._send(worker, call)
         if tasks.slabs:
-            self._send(OPTIMIZER, ExpectSlabsMsg(event.model, call.iteration, event.call, tasks.slabs))
+            version = self._models[event.model].version_read()
+            self._send(OPTIMIZER, ExpectSlabsMsg(event.model, call.iteration, event.call, tasks.slabs, version))
         for m, payload in enumerate(event.inputs):
             for role in tasks.input_readers[m]:
                 self._send(role, DataReadyMsg(event.model, ("act", event.call, m, 0), payload))
@@ -554,10 +563,22 @@ class ControllerMachine:
         self._send(OPTIMIZER, DiscardMsg(event.model, tuple(model.wanted)))
         model.wanted = []
 
+    def _on_set_scaler(self, event: SetScalerEvent) -> None:
+        model = self._models[event.model]
+        assert not model.wanted and not model.steps and model.cancel is None
+        read, newest = model.version_read(), model.iteration
+        model.set_scales = {newest: event.state.scale}
+        if read < newest:
+            model.set_scales[read] = event.state.scale if event.previous is None else event.previous
+        self._send(OPTIMIZER, SetScalerMsg(event.model, event.state, tuple(sorted(model.set_scales.items()))))
+
     def _on_weights(self, msg: WeightsReadyMsg) -> None:
         model = self._models.get(msg.model)
         if model is None:
             return
+        oldest = min(model.iterations) - 1  # its slots may still be handed to a replacement
+        model.scales.setdefault(msg.version, msg.loss_scale)
+        model.scales = {version: scale for version, scale in model.scales.items() if version >= oldest}
         for unit, extent in msg.units:
             if msg.version <= model.versions.get(unit, [-1])[-1]:
                 continue  # repeated; version 0 was known from loading
@@ -868,9 +889,11 @@ class ControllerMachine:
             extents = self._lifetimes.extents(key)
             if key[:2] == ("weights", number) and extents is not None:
                 by_version.setdefault(key[3], []).append((key[2], extents[0]))
+        scales = self._models[number].scales
         for version, units in sorted(by_version.items()):
             for start in range(0, len(units), MAX_UNITS_A_MESSAGE):
-                self._send(role, WeightsReadyMsg(number, version, tuple(units[start : start + MAX_UNITS_A_MESSAGE])))
+                part = tuple(units[start : start + MAX_UNITS_A_MESSAGE])
+                self._send(role, WeightsReadyMsg(number, version, part, scales.get(version, 1.0)))
 
     def _settle_graves(self) -> None:
         owners = {extent.owner for extent in self._lifetimes.live_extents()}

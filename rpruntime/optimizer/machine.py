@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from rpruntime.optimizer.scaling import inverse_of, moved
 from rpruntime.store.handle import Extent
 from rpruntime.wire.messages import (
     CancelledMsg,
@@ -26,6 +27,8 @@ from rpruntime.wire.messages import (
     ModelFilledMsg,
     ModelSpec,
     ReadStateMsg,
+    ScalerState,
+    SetScalerMsg,
     SlabDoneMsg,
     SlabPart,
     SlabReadyMsg,
@@ -47,13 +50,15 @@ SlabId = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class NormEvent:
-    """The global norm of a step's gradients."""
+    """The global norm of a step's unscaled gradients."""
 
     model: int
     step: int
     norm: float
     single: bool
     """Whether it was measured in fp32."""
+    finite: bool = True
+    """Whether every gradient was finite, before it was unscaled (the norm may overflow where they are)."""
 
 
 @dataclass(frozen=True)
@@ -125,11 +130,15 @@ class DropSums:
 
 @dataclass(frozen=True)
 class MeasureNorm:
-    """Measure the global gradient norm. `only[unit]` is the unit's only slab; other units have a sum."""
+    """Measure the global gradient norm. `only[unit]` is the unit's only slab; other units have a sum.
+
+    Gradients are multiplied by `inverse` first, here as in the other instructions that have it.
+    """
 
     model: int
     iteration: int
     only: dict[int, SlabPart]
+    inverse: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -142,6 +151,7 @@ class StepUnit:
     only: SlabPart | None
     groups: tuple[dict[str, Any], ...]
     gradient_factor: float
+    inverse: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -151,6 +161,7 @@ class ReadState:
     msg: ReadStateMsg
     iteration: int
     only: dict[int, SlabPart]
+    inverse: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -230,7 +241,14 @@ class _Model:
     early: list[SlabReadyMsg] = field(default_factory=list)
     """Gradients that overtook the message announcing them."""
     norm: float | None = None
-    """Of the running step; None: not measured, as nothing is clipped."""
+    """Of the running step; None: nothing is clipped."""
+    skipped: bool = False
+    """Whether the running step found a gradient that is not finite."""
+    scaler: ScalerState | None = None
+    scales: dict[int, float] = field(default_factory=dict)
+    """Version -> the scale after that many steps, for versions that may still be read."""
+    read_versions: dict[int, int] = field(default_factory=dict)
+    """Iteration -> the version that it reads."""
 
 
 class OptimizerMachine:
@@ -251,6 +269,7 @@ class OptimizerMachine:
             DiscardMsg: self._on_discard,
             CancelMsg: self._on_cancel,
             ReadStateMsg: self._on_read,
+            SetScalerMsg: self._on_set_scaler,
             FenceMsg: self._on_fence,
             FreeMsg: lambda msg: self._out.append(FreeOwn(msg.extents)),
             NormEvent: self._on_norm,
@@ -271,7 +290,8 @@ class OptimizerMachine:
     # --- models
 
     def _on_load(self, msg: ModelSpec) -> None:
-        self._models[msg.model] = _Model(msg)
+        scales = {} if msg.scaler is None else {0: msg.scaler.scale}
+        self._models[msg.model] = _Model(msg, scaler=msg.scaler, scales=scales)
         self._out.append(BuildModel(msg))
 
     def _on_unload(self, msg: UnloadModelMsg) -> None:
@@ -284,8 +304,9 @@ class OptimizerMachine:
         self._publish(event.model, 0, tuple(model.master.items()))
 
     def _publish(self, model: int, version: int, units: tuple[tuple[int, Extent], ...]) -> None:
+        scale = self._models[model].scales.get(version, 1.0)
         for start in range(0, len(units), 1000):  # keeps the message under its limit
-            msg = WeightsReadyMsg(model, version, units[start : start + 1000])
+            msg = WeightsReadyMsg(model, version, units[start : start + 1000], scale)
             for role in (*self._workers, CONTROLLER):
                 self._send(role, msg)
 
@@ -295,6 +316,7 @@ class OptimizerMachine:
         model = self._models[msg.model]
         model.newest_call = max(model.newest_call, msg.call)
         model.calls[msg.call] = msg.iteration
+        model.read_versions[msg.iteration] = msg.version
         model.waiting[msg.call] = {(slot, p) for slot, start, stop in msg.slots for p in range(start, stop)}
         for slot, start, stop in msg.slots:
             for position in reversed(range(start, stop)):
@@ -374,12 +396,25 @@ class OptimizerMachine:
         if any(model.waiting[call] for call in msg.calls):
             return
         model.running = model.steps.popleft()
-        model.norm = None
+        model.norm, model.skipped = None, False
         self._out.append(StartClock(number, msg.step))
-        if msg.max_grad_norm is None:
+        if msg.max_grad_norm is None and model.scaler is None:
             self._step_units(number, model, 1.0)
         else:
-            self._out.append(MeasureNorm(number, msg.step, self._only_slabs(model, msg.step)))
+            only, inverse = self._only_slabs(model, msg.step), self._inverse(model, msg.step)
+            self._out.append(MeasureNorm(number, msg.step, only, inverse))
+
+    def _scale(self, model: _Model, iteration: int) -> float:
+        """That the losses of an iteration were multiplied by."""
+        return 1.0 if model.scaler is None else model.scales[model.read_versions[iteration]]
+
+    def _inverse(self, model: _Model, iteration: int) -> float:
+        return 1.0 if model.scaler is None else inverse_of(self._scale(model, iteration))
+
+    def _on_set_scaler(self, msg: SetScalerMsg) -> None:
+        model = self._models[msg.model]
+        model.scaler = msg.state
+        model.scales.update(msg.scales)
 
     def _only_slabs(self, model: _Model, iteration: int) -> dict[int, SlabPart]:
         return {
@@ -390,21 +425,30 @@ class OptimizerMachine:
         model = self._models.get(event.model)
         if model is None or model.running is None:
             return
-        limit = model.running.max_grad_norm
-        assert limit is not None
-        model.norm = event.norm
-        self._step_units(event.model, model, clip_factor(limit, event.norm, single=event.single))
+        step, limit = model.running.step, model.running.max_grad_norm
+        if model.scaler is not None:
+            model.skipped = not event.finite
+            scale = self._scale(model, step)
+            model.scaler = moved(model.scaler, found_inf=model.skipped, ran_under=scale)
+            model.scales[step + 1] = model.scaler.scale  # before any unit of this version is published
+        factor = 1.0
+        if limit is not None:
+            model.norm = event.norm
+            factor = clip_factor(limit, event.norm, single=event.single)
+        self._step_units(event.model, model, factor)
 
     def _step_units(self, number: int, model: _Model, factor: float) -> None:
-        """All units, shallow ones first: the next forward waits for those."""
+        """All units, shallow ones first: the next forward waits for those. A skipped step publishes what there was."""
         msg = model.running
         assert msg is not None
-        unchanged = [unit.index for unit in model.spec.units if not unit.trainable]
+        unchanged = [unit.index for unit in model.spec.units if model.skipped or not unit.trainable]
+        inverse = self._inverse(model, msg.step)
         model.to_step = {unit.index for unit in model.spec.units}
         for unit in sorted((u for u in model.spec.units if u.trainable), key=lambda u: u.positions[0]):
             total = model.sums.get((msg.step, unit.index), _Sum())
             only = total.only[1] if total.only is not None else None
-            self._out.append(StepUnit(number, msg.step, unit.index, only, msg.groups, factor))
+            if not model.skipped:
+                self._out.append(StepUnit(number, msg.step, unit.index, only, msg.groups, factor, inverse))
             if total.only is not None:
                 self._done([total.only[0]])
         self._publish(number, msg.step + 1, tuple((unit, model.master[unit]) for unit in unchanged))
@@ -428,7 +472,11 @@ class OptimizerMachine:
         self._drop_iteration(number, model, msg.step)
         for call in msg.calls:
             del model.calls[call], model.waiting[call]
-        self._out.append(FinishStep(StepDoneMsg(number, msg.step, model.norm, False, 0.0)))
+        scale = self._scale(model, msg.step)
+        done = StepDoneMsg(number, msg.step, model.norm, model.skipped, 0.0, scale, model.scaler)
+        self._out.append(FinishStep(done))
+        model.read_versions.pop(msg.step, None)
+        model.scales = {version: s for version, s in model.scales.items() if version >= msg.step}
         self._start_step(number, model)
 
     def _drop_iteration(self, number: int, model: _Model, iteration: int) -> None:
@@ -485,7 +533,8 @@ class OptimizerMachine:
         for msg in [msg for msg in model.reads if not any(model.waiting.get(call) for call in msg.calls)]:
             model.reads.remove(msg)
             iteration = model.calls[msg.calls[0]] if msg.calls else -1
-            self._out.append(ReadState(msg, iteration, self._only_slabs(model, iteration)))
+            inverse = self._inverse(model, iteration) if msg.calls else 1.0
+            self._out.append(ReadState(msg, iteration, self._only_slabs(model, iteration), inverse))
 
     def _send(self, role: str, msg: Any) -> None:
         self._out.append(Send(role, msg))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -172,21 +173,25 @@ class OptimizerShell:
                 unit.drop_sum(instruction.iteration)
 
     def _measure_norm(self, instruction: m.MeasureNorm) -> None:
-        norms = [
-            torch.linalg.vector_norm(gradient)
-            for unit in self._models[instruction.model].units
-            if unit is not None
-            for gradient in unit.gradients(instruction.iteration, instruction.only.get(unit.spec.index))
-            if gradient is not None
-        ]
+        norms = [torch.linalg.vector_norm(gradient) for gradient in self._gradients(instruction, instruction.inverse)]
         norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-        single = norm.dtype == torch.float32
-        self._happened(m.NormEvent(instruction.model, instruction.iteration, norm.item(), single))
+        single, value = norm.dtype == torch.float32, norm.item()
+        finite = math.isfinite(value) or all(g.isfinite().all() for g in self._gradients(instruction, 1.0))
+        self._happened(m.NormEvent(instruction.model, instruction.iteration, value, single, finite))
+
+    def _gradients(self, instruction: m.MeasureNorm, inverse: float) -> Iterator[torch.Tensor]:
+        """All gradients of an iteration; each is void when the next unit's come."""
+        for unit in self._models[instruction.model].units:
+            if unit is not None:
+                only = instruction.only.get(unit.spec.index)
+                for gradient in unit.gradients(instruction.iteration, only, inverse):
+                    if gradient is not None:
+                        yield gradient
 
     def _step_unit(self, instruction: m.StepUnit) -> None:
         model = self._models[instruction.model]
         unit = self._unit(instruction.model, instruction.unit)
-        gradients = unit.gradients(instruction.step, instruction.only)
+        gradients = unit.gradients(instruction.step, instruction.only, instruction.inverse)
         if unit.step(gradients, instruction.groups, instruction.gradient_factor):
             extent = self._arena.allocate(unit.spec.nbytes)
             unit.write_master(extent)
@@ -210,7 +215,7 @@ class OptimizerShell:
                 continue
             number = unit.spec.index
             if msg.what == "gradients":
-                found = unit.gradients(instruction.iteration, instruction.only.get(number))
+                found = unit.gradients(instruction.iteration, instruction.only.get(number), instruction.inverse)
                 values: list[tuple[int, str, Any]] = [
                     (index, "gradient", gradient) for index, gradient in enumerate(found) if gradient is not None
                 ]

@@ -97,17 +97,25 @@ class Unit:
         if found is not None:
             self._arena.free(found[0])
 
-    def gradients(self, iteration: int, only: SlabPart | None) -> list[torch.Tensor | None]:
-        """The iteration's fp32 gradients by parameter: views of the sum, or the only slab converted in the scratch."""
+    def gradients(self, iteration: int, only: SlabPart | None, inverse: float = 1.0) -> list[torch.Tensor | None]:
+        """The iteration's fp32 gradients by parameter, times `inverse` (of the loss scale).
+
+        Views of the sum or of the only slab where that is all; else they lie in the scratch.
+        """
         found: list[torch.Tensor | None] = [None] * len(self.params)
+        wide = self._sum_views(self._scratch.take(optimizer_layout(self.spec)[1]))
+        rows: list[tuple[int, torch.Tensor]] = []
         if only is not None:
-            wide = self._sum_views(self._scratch.take(optimizer_layout(self.spec)[1]))
-            for index, gradient in self._gradients(only):
-                found[index] = gradient if gradient.dtype == wide[index].dtype else wide[index].copy_(gradient)
+            rows = self._gradients(only)
         elif iteration in self._sums:
             extent, present = self._sums[iteration]
-            for index, total in enumerate(self._sum_views(self._store.bytes_of(extent))):
-                found[index] = total if index in present else None
+            rows = [row for row in enumerate(self._sum_views(self._store.bytes_of(extent))) if row[0] in present]
+        for index, gradient in rows:
+            if inverse != 1.0:
+                gradient = wide[index].copy_(gradient).mul_(inverse)
+            elif gradient.dtype != wide[index].dtype:
+                gradient = wide[index].copy_(gradient)
+            found[index] = gradient
         return found
 
     def _gradients(self, part: SlabPart) -> list[tuple[int, torch.Tensor]]:

@@ -238,6 +238,19 @@ class LoadModelMsg:
 
 @struct
 @dataclass(frozen=True, slots=True)
+class ScalerState:
+    """The loss scale of fp16 training and how it moves, as in `torch.amp.GradScaler`."""
+
+    scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    growth_tracker: int
+    """Steps in a row that were not skipped, since the scale moved last."""
+
+
+@struct
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """All that workers and optimizer need to know of a model."""
 
@@ -258,6 +271,8 @@ class ModelSpec:
     """What each worker reserves for gradients while the model loads, so that its arena need not grow in a run."""
     python_path: tuple[str, ...]
     """The script's `sys.path`, for classes that are pickled by reference."""
+    scaler: ScalerState | None = None
+    """None: losses are not scaled."""
     lent: tuple[Extent | None, ...] = ()
     """Where each unit's initial weights lie already in the controller's memory; None: nowhere (empty: no unit's)."""
 
@@ -325,6 +340,8 @@ class CallMsg:
     buffers_from: tuple[int, int]
     buffers_kept: int
     context: dict[str, Any]
+    loss_scale: float | None = None
+    """Multiplies each loss before backward; None: the scale that came with the version that its slots read."""
 
 
 @struct
@@ -377,11 +394,15 @@ class DataReadyMsg:
 @message
 @dataclass(frozen=True, slots=True)
 class WeightsReadyMsg:
-    """Optimizer to workers and controller: version `version` of these units lies in these extents."""
+    """Optimizer to workers and controller: version `version` of these units lies in these extents.
+
+    `loss_scale`: the scale after `version` steps, for the iterations that read this version.
+    """
 
     model: int
     version: int
     units: tuple[tuple[int, Extent], ...]
+    loss_scale: float = 1.0
 
 
 @struct
@@ -486,12 +507,16 @@ class RoleFailedMsg:
 @message
 @dataclass(frozen=True, slots=True)
 class ExpectSlabsMsg:
-    """Controller to optimizer: the backward slots of a call as (slot, start, stop) in the order of addition."""
+    """Controller to optimizer: the backward slots of a call as (slot, start, stop) in the order of addition.
+
+    `version`: of the weights that they read, and so of the scale that their gradients carry.
+    """
 
     model: int
     iteration: int
     call: int
     slots: tuple[tuple[int, int, int], ...]
+    version: int = 0
 
 
 @message
@@ -504,7 +529,19 @@ class StepMsg:
     calls: tuple[int, ...]
     groups: tuple[dict[str, Any], ...]
     max_grad_norm: float | None
-    loss_scale: float = 1.0
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class SetScalerMsg:
+    """Controller to optimizer, between two steps: the scaler goes on from here.
+
+    `scales` are (version, scale) of the versions that the open iteration and later ones can still read.
+    """
+
+    model: int
+    state: ScalerState
+    scales: tuple[tuple[int, float], ...]
 
 
 @message
@@ -525,6 +562,10 @@ class StepDoneMsg:
     grad_norm: float | None
     skipped: bool
     seconds: float
+    loss_scale: float = 1.0
+    """That the step's losses were multiplied by."""
+    scaler: ScalerState | None = None
+    """After the step."""
 
 
 @message

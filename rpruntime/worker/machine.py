@@ -171,6 +171,8 @@ class RunMicrobatch:
     call: CallMsg
     microbatch: int
     inputs: dict[Key, Payload]
+    loss_scale: float = 1.0
+    """Of a fused slot: multiplies the loss before backward."""
 
 
 @dataclass(frozen=True)
@@ -248,6 +250,8 @@ class WorkerMachine:
         self._data: dict[int, dict[Key, Payload]] = {}
         self._buffers: dict[int, dict[Key, Payload]] = {}
         self._weights: dict[tuple[int, int], dict[int, Extent]] = {}
+        self._scales: dict[int, dict[int, float]] = {}
+        """Model -> version -> loss scale of the iterations that read it."""
         self._queue: list[SlotTask] = []
         """Tasks that have not started, by number."""
         self._staged: list[int] = []
@@ -323,6 +327,7 @@ class WorkerMachine:
         self._early.pop(msg.model, None)
         self._unloaded.add(msg.model)
         self._weights = {key: found for key, found in self._weights.items() if key[0] != msg.model}
+        self._scales.pop(msg.model, None)
         self._out.append(ForgetModel(msg.model))
 
     def _on_call(self, msg: CallMsg) -> None:
@@ -355,6 +360,10 @@ class WorkerMachine:
             self._data[msg.model].setdefault(msg.key, msg.payload)
 
     def _on_weights(self, msg: WeightsReadyMsg) -> None:
+        scales = self._scales.setdefault(msg.model, {})
+        scales.setdefault(msg.version, msg.loss_scale)
+        for old in [version for version in scales if version < msg.version - 2]:
+            del scales[old]
         for unit, extent in msg.units:
             versions = self._weights.setdefault((msg.model, unit), {})
             versions[msg.version] = extent
@@ -383,11 +392,11 @@ class WorkerMachine:
             self._out.append(FinishSlot(task))
             return
         microbatch = task.microbatches[progress.next_index]
-        inputs = self._inputs(task, microbatch)
-        if inputs is not None:
+        inputs, scale = self._inputs(task, microbatch), self._loss_scale(task)
+        if inputs is not None and scale is not None:
             progress.next_index += 1
             self._busy = slot
-            self._out.append(RunMicrobatch(task, self._calls[task.call], microbatch, inputs))
+            self._out.append(RunMicrobatch(task, self._calls[task.call], microbatch, inputs, scale))
 
     def _is_next(self, slot: int) -> bool:
         return not self._running or slot < self._running[0]
@@ -433,6 +442,16 @@ class WorkerMachine:
                     return None
                 units[unit] = extent
         return units
+
+    def _loss_scale(self, task: SlotTask) -> float | None:
+        """What a slot multiplies its losses by: that of the version that it reads, whoever runs it, however often.
+
+        None: it is not known yet.
+        """
+        if task.kind != "fused":
+            return 1.0
+        scale = self._calls[task.call].loss_scale
+        return self._scales.get(task.model, {}).get(task.version) if scale is None else scale
 
     def _inputs(self, task: SlotTask, m: int) -> dict[Key, Payload] | None:
         """Payloads of all that a micro-batch reads, or None: something has not come yet."""

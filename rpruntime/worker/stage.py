@@ -89,6 +89,7 @@ class Stage:
         self._call: CallMsg | None = None
         self._inputs: dict[Key, Payload] = {}
         self._m = -1
+        self._loss_scale = 1.0
         self._backward_began: Any = None
 
     @property
@@ -112,6 +113,7 @@ class Stage:
     def run(self, work: RunMicrobatch) -> None:
         """Launch one micro-batch. Raises what the user's code raises; `place` says where."""
         self._call, self._inputs, self._m = work.call, work.inputs, work.microbatch
+        self._loss_scale = work.loss_scale
         self._at("start", -1)
         if not self._bound:
             self._bind(work.call)
@@ -317,6 +319,8 @@ class Stage:
         self._outbox.add_loss(self._m, loss.detach(), metrics)
         numerator, denominator = self._now.coefficients[self._m]
         scaled = loss / denominator if numerator == 1 else loss * numerator / denominator
+        if self._loss_scale != 1:  # a tensor, so that the product of an fp16 scalar is fp32, as in torch's GradScaler
+            scaled = scaled * torch.tensor(self._loss_scale, dtype=torch.float32)
         self._backward_began = self._mark("loss", len(self._model.layers), len(self._model.layers), since)
         if scaled.requires_grad:
             self._at("backward", segment.only_layer)
