@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from rpruntime.failures import install_excepthook, rebuild
 from rpruntime.layout import ModelLayout, check_model, check_optimizer, lay_out, shown_class
 from rpruntime.loading import Loader, Loan, ModelPackage, initial_buffers, point_parameters, put_bytes
 from rpruntime.microbatch import CutCall, cut_call, merge_metrics, merge_outputs, take_labels
+from rpruntime.models import saving
 from rpruntime.models.generate import generate
 from rpruntime.models.parts import follow_modes, is_causal_lm
 from rpruntime.results import EvalResult, Loss, StepInfo
@@ -601,6 +603,26 @@ class RoundPipe:
                     else:
                         module._buffers[local] = new
 
+    def save_pretrained(
+        self, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None, merge_adapters: bool = False
+    ) -> None:
+        """Write the model of transformers, after every step issued, into a folder that transformers loads back equal.
+
+        Of a peft model the adapters alone are written, in peft's format, or the full model with the adapters in its
+        weights. The folder is written beside its place and then put there; other files in it stay.
+
+        Args:
+            folder: is made, or replaced.
+            dtype: parameters are cast to it (default: as the model has them).
+            merge_adapters: write the full model, with the adapters merged into its weights.
+
+        Raises:
+            ConfigError: the model is none of transformers.
+        """
+        if not self._closed:
+            self.synchronize()
+        saving.save(self.model, folder, dtype=dtype, merge_adapters=merge_adapters)
+
     def close(self) -> None:
         """End the pipe, not the session; the newest weights stay in the script's private memory."""
         if self._closed:
@@ -628,7 +650,7 @@ class RoundPipe:
             raise failure
 
     def _weights_shown(self) -> dict[int, Any]:
-        """Where the weights lie that the script's parameters show: all, or the frozen ones of a session that has ended."""
+        """Where the weights lie that the script's parameters show; of a session that has ended, the frozen ones."""
         with self._client.lock:
             newest = self._client.machine.newest_weights(self._model)
         units = self._layout.units
