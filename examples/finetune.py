@@ -274,7 +274,7 @@ def train(pipe: rp.RoundPipe, scheduler: Any, data: Shuffled, validation: list[B
     if args.save:
         pipe.register_for_checkpointing(scheduler, data)
     if args.resume:
-        first = pipe.load_checkpoint(args.save).extra["step"]  # weights, optimizer, scheduler and place in the data
+        first = pipe.load_checkpoint(args.save).step  # weights, optimizer, scheduler and place in the data
         print(f"goes on behind step {first}", file=sys.stderr)
     watch = Watch(args.steps, logger)
     for step in range(first + 1, args.steps + 1):
@@ -286,7 +286,7 @@ def train(pipe: rp.RoundPipe, scheduler: Any, data: Shuffled, validation: list[B
         scheduler.step()
         watch.note(step, info)
         if args.save and step % args.save_every == 0:
-            pipe.save_checkpoint(args.save, extra={"step": step}, keep=args.keep)  # written in the background
+            pipe.save_checkpoint(args.save, keep=args.keep)  # written in the background
         if validation and (step % args.eval_every == 0 or step == args.steps):
             watch.report(pipe.evaluate(validation).loss, step)
 
