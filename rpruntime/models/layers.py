@@ -60,8 +60,10 @@ class _Recorder(nn.Module):
 
     def __init__(self, block: nn.Module, last: bool) -> None:
         super().__init__()
-        plain = {name: value for name, value in vars(block).items() if type(value) in _PLAIN}
-        self.__dict__.update({name: value for name, value in plain.items() if name not in self.__dict__})
+        _copy_plain(block, self)
+        for name, part in block.named_children():  # some models look for the kind of attention in the block's parts
+            if not isinstance(part, nn.ModuleList):
+                self.add_module(name, _copy_plain(part, nn.Module()))
         self._rp_last = last
         self._rp_notes: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
@@ -78,6 +80,13 @@ class _Recorder(nn.Module):
         if args:
             return args[0], args[1:], kwargs
         return kwargs["hidden_states"], (), {name: value for name, value in kwargs.items() if name != "hidden_states"}
+
+
+def _copy_plain(module: nn.Module, to: nn.Module) -> nn.Module:
+    """Give `to` the settings of `module`: attributes that are no tensor, module or object."""
+    plain = {name: value for name, value in vars(module).items() if type(value) in _PLAIN}
+    to.__dict__.update({name: value for name, value in plain.items() if name not in to.__dict__})
+    return to
 
 
 class _Unchanged:
@@ -166,7 +175,11 @@ class Prelude(Wrapper):
         owner = chain[-1]
         listed = getattr(owner, blocks)
         recorders = [_Recorder(block, last=index == len(listed) - 1) for index, block in enumerate(listed)]
-        children = {name: child for name, child in owner._modules.items() if name not in (blocks, norm)}
+        children = {
+            name: fresh(child) if is_rotary(child) else child
+            for name, child in owner._modules.items()
+            if name not in (blocks, norm)
+        }
         self._owner = inner = shell(owner, {**children, blocks: nn.ModuleList(recorders)})
         follows = [(inner, owner)]
         for outer, name in zip(reversed(chain[:-1]), reversed(path[1:]), strict=True):
@@ -190,9 +203,7 @@ class Prelude(Wrapper):
         self._refuse(kwargs)
         if self._accepts("use_cache"):
             kwargs["use_cache"] = False
-        rotary = {
-            n: m for n, m in self._owner._modules.items() if m is not None and "rotary" in type(m).__name__.lower()
-        }
+        rotary = {name: module for name, module in self._owner._modules.items() if is_rotary(module)}
         try:
             self._owner._modules.update({name: fresh(module) for name, module in rotary.items()})
             self.base(input_ids=input_ids, **kwargs)
@@ -299,11 +310,27 @@ class parameters_of:
         return name in self._names
 
 
+def is_rotary(module: nn.Module | None) -> bool:
+    """Whether it makes rotary tables."""
+    return module is not None and "rotary" in type(module).__name__.lower()
+
+
 def fresh(rotary: nn.Module) -> nn.Module:
-    """A copy with buffers of its own: tables that depend on the sequence's length are each micro-batch's own, so they
-    depend neither on what ran before nor on the device."""
+    """A copy with buffers of its own, as at first: tables that depend on the sequence's length are each micro-batch's
+    own, so they depend neither on what ran before nor on the device."""
     copied = copy.copy(rotary)
-    copied.__dict__["_buffers"] = {n: None if b is None else b.clone() for n, b in rotary._buffers.items()}
+    buffers = {name: None if buffer is None else buffer.clone() for name, buffer in rotary._buffers.items()}
+    copied.__dict__["_buffers"] = buffers
+    for name in [name for name in buffers if name.endswith("inv_freq") and not name.endswith("original_inv_freq")]:
+        prefix = name.removesuffix("inv_freq")
+        original = getattr(rotary, f"{prefix}original_inv_freq", None)
+        if isinstance(original, Tensor):
+            buffers[name] = original.clone()
+            if f"{prefix}original_inv_freq" not in buffers:  # it may be the buffer itself, which travels by name
+                setattr(copied, f"{prefix}original_inv_freq", original.clone())
+        copied.__dict__.pop(f"{prefix}long_inv_freq", None)  # made again when it is wanted
+    if hasattr(rotary, "original_max_seq_len"):
+        copied.max_seq_len_cached = rotary.original_max_seq_len
     return copied
 
 
