@@ -116,8 +116,8 @@ rp_setup() {
         flock "$RP_LOCK"
     fi
 
-    # The path is part of the stamp: a project moved elsewhere is installed again.
-    stamp=$({ printf '%s\n' "$RP_ROOT"; cat "$RP_ROOT/setup.cfg"; } | cksum)
+    # The path is part of the stamp: a project moved elsewhere is installed again. This file says what is installed, too.
+    stamp=$({ printf '%s\n' "$RP_ROOT"; cat "$RP_ROOT/setup.cfg" "$RP_ROOT/scripts/setup_env.sh"; } | cksum)
     if [[ -e $RP_VENV/$RP_UNFINISHED ]] ||
         ! "$RP_VENV/bin/python" -c 'import sys, pip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
         rp_make_venv
@@ -147,7 +147,13 @@ rp_install() {
         rp_pip "$torch" numpy || return
     fi
     rp_say "installing rpruntime (editable) with its other packages and the test tools ..."
-    rp_pip --editable '.[test]'
+    rp_pip --editable '.[test,hf]' || return
+    # The other supported major version, for tests alone, where nothing else finds it; without it they are skipped.
+    if [[ ! -d $RP_VENV/transformers4/transformers ]]; then
+        rm -rf -- "$RP_VENV/transformers4"
+        rp_say "installing transformers 4 in a folder of its own, for tests ..."
+        rp_pip --target "$RP_VENV/transformers4" 'transformers>=4.57,<5' || rm -rf -- "$RP_VENV/transformers4"
+    fi
 }
 
 rp_setup
