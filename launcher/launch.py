@@ -34,6 +34,7 @@ from rpruntime.wire.messages import (
     HelloMsg,
     ReadyMsg,
     RefusedMsg,
+    RoleDiedMsg,
     RoleReadyMsg,
     ShutdownMsg,
     StartFailedMsg,
@@ -193,6 +194,11 @@ class Launcher:
         ready = {r: p.info for r, p in self._supervisor.procs.items() if isinstance(p, ReadyProc)}
         names = tuple(device.name for device in self._plan.devices)
         self._mailbox.send("controller", AttachedMsg(self.folder.name, names, ready, self.folder.config))
+        for role, proc in self._supervisor.procs.items():
+            if proc.incarnation > 1:  # it has to write to the present process
+                self._tell_controller(RoleDiedMsg(role, proc.incarnation - 1, 0, "died earlier", restarts=True))
+                if isinstance(proc, ReadyProc):
+                    self._tell_controller(RoleReadyMsg(role, proc.incarnation, proc.info))
         for died in self._deaths.messages():
             self._tell_controller(died)
 

@@ -156,4 +156,5 @@ def died_msg(ended: Ended, follows: Follows) -> RoleDiedMsg:
         phase=status.phase,
         layer=status.layer,
         microbatch=status.microbatch,
+        was_ready=ended.was_ready,
     )

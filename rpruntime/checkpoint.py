@@ -391,7 +391,7 @@ class Checkpoints:
     def load(self, folder: str | os.PathLike[str]) -> CheckpointInfo:
         """Check everything, then take it over."""
         path, incomplete = find_checkpoint(folder)
-        for entry in incomplete:
+        for entry in [entry for entry in incomplete if not entry.path.name.startswith(".")]:
             warnings.warn(f"{entry.path.name} is passed over: {entry.reason}", stacklevel=3)
         reader = CheckpointReader(path.absolute())
         self._check(reader)

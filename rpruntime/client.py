@@ -25,13 +25,17 @@ from rpruntime.store.arena import Arena, Store
 from rpruntime.store.slabs import Slabs
 from rpruntime.terminal import say
 from rpruntime.wire.messages import (
+    ForgetMsg,
     FreeMsg,
     ModelAllocatedMsg,
     ModelReadyMsg,
     ProtocolErrorMsg,
+    RestoredMsg,
     RoleDiedMsg,
     RoleFailedMsg,
     ShutdownMsg,
+    SnapshotBegunMsg,
+    SnapshotFailedMsg,
     StateMsg,
 )
 
@@ -40,6 +44,9 @@ log = logging.getLogger(__name__)
 CHECK_INTERVAL_S = 0.5
 POLL_S = 0.1
 Listener = Callable[[Any], None]
+_FOR_LISTENERS = (
+    ModelAllocatedMsg, ModelReadyMsg, StateMsg, RoleFailedMsg, SnapshotBegunMsg, SnapshotFailedMsg, RestoredMsg,
+)  # fmt: skip
 
 
 class Client:
@@ -71,6 +78,8 @@ class Client:
         self._calls: dict[int, int] = {}
         self._next_call = 0
         self.pipes: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        self.checkpoints: dict[str, str] = {}
+        """Of each pipe, by name, the newest checkpoint that this run has completed or loaded."""
         self._next_model = 0
         self._broken: BaseException | None = None
         self._closed = False
@@ -84,8 +93,10 @@ class Client:
         if self._thread is not None:
             return
         self.session.wait_ready()
-        for msg in self.session.backlog:
-            self._take(msg)
+        with self._changed:
+            for msg in self.session.backlog:
+                self._take(msg)
+            self.session.backlog.clear()
         if not self._inline:
             self._thread = threading.Thread(target=self._receive, name="rpruntime-client", daemon=True)
             self._thread.start()
@@ -115,6 +126,11 @@ class Client:
             self._next_call += 1
             self._calls[self._next_call] = model
             return self._next_call
+
+    def forget_call(self, call: int) -> None:
+        """A call number that no call will use."""
+        with self.lock:
+            self._calls.pop(call, None)
 
     def do(self, event: Any) -> None:
         """Give the machine an event of the script's and carry out what follows."""
@@ -210,14 +226,17 @@ class Client:
     def _take(self, msg: Any) -> None:
         if isinstance(msg, RoleDiedMsg) and msg.role == OPTIMIZER:  # its update may be half done
             self._broken = self._broken or WorkerDied(
-                f"{msg.role} (pid {msg.pid}) died: {msg.reason}; log {self._log_of(msg.role)}"
+                f"{msg.role} (pid {msg.pid}) died: {msg.reason}; log {self._log_of(msg.role)}; {self._resume_from()}"
             )
             self._changed.notify_all()
         elif self._machine.understands(msg):
             self._apply(self._machine.handle(msg))
+        elif isinstance(msg, ForgetMsg):
+            for name in msg.segments:
+                self.store.forget(name)
         elif isinstance(msg, ShutdownMsg):
             self._broken = self._broken or SessionLost(f"session {self.session.name} was ended: {msg.reason}")
-        elif isinstance(msg, ModelAllocatedMsg | ModelReadyMsg | StateMsg | RoleFailedMsg):
+        elif isinstance(msg, _FOR_LISTENERS):
             for model, listener in list(self._listeners.items()):
                 if msg.model in (model, -1):
                     listener(msg)
@@ -225,6 +244,11 @@ class Client:
             log.error("%s did not understand a message: %s", msg.role, msg.error)
         else:
             log.warning("unexpected %s", type(msg).__name__)
+
+    def _resume_from(self) -> str:
+        if not self.checkpoints:
+            return "no checkpoint of this run is complete"
+        return f"last complete checkpoint of this run: {', '.join(self.checkpoints.values())}"
 
     def _log_of(self, role: str) -> str:
         folder = self.session.config.get("log_dir") or self.session.folder
@@ -240,11 +264,11 @@ class Client:
                 for extent in instruction.extents:
                     self.arena.free(extent)
             elif isinstance(instruction, ev.ReleaseOwner):
-                self.session.segments.release_owner(instruction.owner)
+                self._release(instruction.owner)
             elif isinstance(instruction, ev.NoteRedone):
                 self._say_redone(instruction)
             elif isinstance(instruction, ev.EndRun):
-                self._broken = self._broken or WorkerDied(f"no worker is left: {instruction.reason}")
+                self._broken = self._broken or WorkerDied(instruction.reason)
             elif isinstance(instruction, ev.FinishCall):
                 self._listeners[self._calls.pop(instruction.call)](instruction)
             else:
@@ -252,6 +276,15 @@ class Client:
                 if listener is not None:
                     listener(instruction)
         self._changed.notify_all()
+
+    def _release(self, owner: str) -> None:
+        """Nobody will have a dead process's segments: every process drops its mappings."""
+        segments = tuple(name for name, _ in self.session.segments.segments_of(owner))
+        self.session.segments.release_owner(owner)
+        for name in segments:
+            self.store.forget(name)
+        for role in (*self._machine.living_workers, OPTIMIZER):
+            self.session.post.send(role, ForgetMsg(segments))
 
     def _say_redone(self, note: ev.NoteRedone) -> None:
         if not self.session.config.get("quiet"):

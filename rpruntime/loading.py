@@ -20,7 +20,7 @@ from rpruntime.layout import ModelLayout, shown_class
 from rpruntime.optimizer.units import revive_optimizer
 from rpruntime.store.arena import Store, view
 from rpruntime.store.handle import Extent, Payload, TensorHandle
-from rpruntime.store.layout import gradient_layout, optimizer_dtype, optimizer_layout
+from rpruntime.store.layout import gradient_layout, optimizer_dtype, optimizer_layout, tensor_bytes
 from rpruntime.store.limits import check_host_memory, gib, read_host_memory
 from rpruntime.store.values import take_apart, why_not_picklable
 from rpruntime.terminal import say
@@ -37,7 +37,7 @@ from rpruntime.wire.messages import (
 )
 
 UNDO_TIMEOUT_S = 5.0
-_NOT_STATE = ("step", "profile_hook_step")
+_NOT_STATE = ("step", "state_dict", "load_state_dict", "profile_hook_step")
 """Instance attributes of an optimizer that are patches of ours, torch's or a scheduler's."""
 
 
@@ -354,6 +354,9 @@ class _PrivateMappings:
         mapping: mmap.mmap = self._segments.open_private(segment)
         return mapping
 
+    def forget(self, segment: str) -> None:
+        """Each mapping goes with its views."""
+
 
 def point_parameters(client: Client, layout: ModelLayout, weights: dict[int, Extent]) -> None:
     """Make the script's parameters live views of these slabs, in the model's dtype.
@@ -363,7 +366,11 @@ def point_parameters(client: Client, layout: ModelLayout, weights: dict[int, Ext
     store = Store(_PrivateMappings(client.session.segments))
     for (unit, index), parameter in layout.parameters.items():
         spec = layout.units[unit].params[index]
-        parameter.data = view(store.bytes_of(weights[unit]), spec.offset, spec.shape, spec.dtype)
+        extent = weights[unit]
+        first = extent.offset + spec.offset
+        # a storage of its own: saving a parameter writes the whole storage that it is a view of
+        memory = store.segment(extent.segment).numpy()[first : first + tensor_bytes(spec.shape, spec.dtype)]
+        parameter.data = view(torch.from_numpy(memory), 0, spec.shape, spec.dtype)
 
 
 def initial_buffers(client: Client, layout: ModelLayout) -> tuple[tuple[int, Payload], ...]:

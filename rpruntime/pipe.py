@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from torch import nn
 
 from rpruntime import losses
 from rpruntime import session as sessions
+from rpruntime.checkpoint import CheckpointInfo, Checkpoints, SaveHandle, read_rows
 from rpruntime.client import Client, client_of
 from rpruntime.control import events as ev
 from rpruntime.errors import ConfigError, RoundPipeError
@@ -30,7 +32,16 @@ from rpruntime.store.handle import MAX_INLINE_SKELETON_BYTES, Payload, TensorHan
 from rpruntime.store.values import put_together, take_apart, why_not_picklable
 from rpruntime.terminal import say
 from rpruntime.tuning import Tuner
-from rpruntime.wire.messages import ErrorInfo, ReadStateMsg, RoleFailedMsg, ScalerState, StateMsg
+from rpruntime.wire.messages import (
+    ErrorInfo,
+    ReadStateMsg,
+    RestoredMsg,
+    RoleFailedMsg,
+    ScalerState,
+    SnapshotBegunMsg,
+    SnapshotFailedMsg,
+    StateMsg,
+)
 from rpruntime.worker.context import capture
 
 MAX_MICROBATCHES = 4096
@@ -127,7 +138,9 @@ class RoundPipe:
         self._steps: dict[int, tuple[StepInfo, tuple[int, ...], tuple[float, ...]]] = {}
         self._finished_calls: dict[int, ev.FinishCall] = {}
         self._open: list[tuple[int, Loss, float]] = []
-        self._state: StateMsg | None = None
+        self._requests = itertools.count(1)
+        self._states: tuple[int, list[StateMsg]] = (0, [])
+        """A request and the parts of its answer."""
         self._failure: BaseException | None = None
         self._broken: BaseException | None = None
         self._synchronized = False
@@ -158,7 +171,11 @@ class RoundPipe:
         older = pipes.get(self.name)
         if older is not None and not older._closed:
             self._say(f"pipe {self.name!r} is made again: the older one is closed (pass name= to have two)")
-            older.close()
+            try:
+                older.close()
+            except Exception:
+                if older._broken is None:  # else it has been raised before
+                    raise
         pipes[self.name] = self
 
     def _load(
@@ -199,6 +216,7 @@ class RoundPipe:
             self._loan.cancel()
             raise
         self._package = package  # replacements of workers read it
+        self._checkpoints = Checkpoints(self)
         self._listener = self._on_message
         self._modes = self._modes_now()
         client.do(
@@ -438,15 +456,17 @@ class RoundPipe:
         }
 
     def _read_state(self, what: str, calls: tuple[int, ...] = ()) -> dict[tuple[int, int, str], Any]:
-        self._state = None
-        self._client.send("optimizer", ReadStateMsg(self._model, what, calls))
-        self._wait(lambda: self._state is not None, f"the optimizer's {what}")
+        request = next(self._requests)
+        parts: list[StateMsg] = []
+        self._states = (request, parts)
+        self._client.send("optimizer", ReadStateMsg(self._model, request, what, calls))
+        self._wait(lambda: bool(parts) and parts[-1].last, f"the optimizer's {what}")
         self._raise_failure()
-        msg: StateMsg = self._state  # type: ignore[assignment]
-        found = {(unit, i, name): self._client.store.tensor(handle).clone() for unit, i, name, handle in msg.rows}
-        if msg.payload is not None:
-            found.update(put_together(self._client.store.skeleton(msg.payload), []))
-        self._client.free([handle.extent for *_, handle in msg.rows])
+        found: dict[tuple[int, int, str], Any] = {}
+        for msg in parts:
+            rows, extents = read_rows(self._client.store, msg)
+            found.update(rows)
+            self._client.free(extents)
         return found
 
     def _finish_open_calls(self) -> None:
@@ -603,6 +623,56 @@ class RoundPipe:
                     else:
                         module._buffers[local] = new
 
+    # --- checkpoints (rpruntime/checkpoint.py)
+
+    def save_checkpoint(
+        self, folder: str | os.PathLike[str], *, extra: Any = None, keep: int | None = None, wait: bool = False
+    ) -> SaveHandle:
+        """Save the state after the newest `step()`, in the background, as `folder/step-N`; returns at once.
+
+        Weights, optimizer state, buffers, hyper-parameters as they are now, registered objects, Python's, NumPy's and
+        torch's random state. Gradients that no step has taken are not saved.
+
+        Args:
+            folder: of the checkpoints; made if need be.
+            extra: anything that pickles; `load_checkpoint` gives it back.
+            keep: so many of the newest checkpoints stay, older ones go once the new one is complete (None: all).
+            wait: return when it is complete.
+
+        Raises:
+            CheckpointError: `extra` or a registered object cannot be saved; with `wait`, also why nothing was written.
+        """
+        self._start_of_call()
+        return self._checkpoints.save(folder, extra=extra, keep=keep, wait=wait)
+
+    def load_checkpoint(self, folder: str | os.PathLike[str]) -> CheckpointInfo:
+        """Go on from a checkpoint: the newest complete one in `folder`, or `folder` itself.
+
+        Waits for running work and discards gradients that no step has taken. The continued run is the uninterrupted
+        one, bit for bit. Load only files that you trust: they hold pickled objects.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or of another model or version; nothing has changed.
+        """
+        self._start_of_call()
+        return self._checkpoints.load(folder)
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
+        """Replace weights and buffers by name, as `model.load_state_dict` would; the optimizer's state stays.
+
+        Waits for running work and discards gradients that no step has taken. Returns what torch's returns:
+        `missing_keys` and `unexpected_keys`.
+
+        Raises:
+            RuntimeError: as torch's, for a name or shape that does not fit; nothing has changed.
+        """
+        self._start_of_call()
+        return self._checkpoints.load_weights(state, strict)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Objects with `state_dict` and `load_state_dict` (scheduler, loader) that checkpoints take along, in order."""
+        self._checkpoints.register(objects)
+
     def save_pretrained(
         self, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None, merge_adapters: bool = False
     ) -> None:
@@ -643,9 +713,11 @@ class RoundPipe:
             self._closed = True
             if self.optimizer is not None:
                 _unpatch_optimizer(self.optimizer)
+        self._checkpoints.finish()
         self._client.do(ev.ModelRemovedEvent(self._model))
         self._client.remove_listener(self._model)
-        self._package.free()
+        if not self._client.machine.replaced_workers:  # else one that starts right now may be reading it
+            self._package.free()
         if failure is not None:
             raise failure
 
@@ -677,9 +749,16 @@ class RoundPipe:
         elif isinstance(msg, ev.ReportFailure):
             self._on_failure(msg)
         elif isinstance(msg, StateMsg):
-            self._state = msg
+            if msg.what == "snapshot":
+                self._checkpoints.on_message(msg)
+            elif msg.request == self._states[0]:
+                self._states[1].append(msg)
+            else:  # nobody waits for it any more
+                self._client.free({handle.extent for *_, handle in msg.rows})
+        elif isinstance(msg, ev.DropSave | SnapshotBegunMsg | SnapshotFailedMsg | RestoredMsg):
+            self._checkpoints.on_message(msg)
         elif isinstance(msg, RoleFailedMsg):
-            self._broken = self._broken or rebuild(msg.error, 0, self._client.machine.iteration(self._model))
+            self._broken = self._broken or rebuild(msg.error, 0, self._client.machine.step_number(self._model))
             broken = self._broken
             for pending in [
                 *self._losses.values(),
@@ -696,7 +775,7 @@ class RoundPipe:
         loss._finish(msg.loss)
 
     def _note_nan(self, call: int, microbatch: int) -> bool:
-        step = self._client.machine.iteration(self._model)
+        step = self._client.machine.step_number(self._model)
         self._say(f"the loss of micro-batch {microbatch + 1} is nan (call {call}, about step {step}); the run goes on")
         return True
 
@@ -709,7 +788,7 @@ class RoundPipe:
         metrics = [(m, w) for f in finished for m, w in zip(f.metrics, f.weights, strict=True) if w]
         info._finish(
             {
-                "step": done.step,
+                "step": self._client.machine.step_number(self._model, done.step),
                 "loss": sum(f.loss * f.scale for f in finished),
                 "grad_norm": done.grad_norm,
                 "skipped": done.skipped,
@@ -723,7 +802,7 @@ class RoundPipe:
 
     def _on_failure(self, msg: ev.ReportFailure) -> None:
         call = msg.call
-        step = self._client.machine.iteration(self._model) if not msg.steps else msg.steps[0]
+        step = self._client.machine.step_number(self._model, msg.steps[0] if msg.steps else None)
         cause = rebuild(self._named(msg.error), msg.num_microbatches, step)
         self._failure = self._failure or cause
         lost_steps = len(msg.steps)
@@ -885,11 +964,18 @@ def _patch_optimizer(optimizer: torch.optim.Optimizer, pipe: RoundPipe) -> None:
             optimizer.state[found._layout.parameters[unit, index]][name] = value
         return type(optimizer).state_dict(optimizer)
 
+    def load_state_dict(*args: Any, **kwargs: Any) -> None:
+        raise RoundPipeError(
+            "the optimizer's state is in another process: call optimizer.load_state_dict(...) before RoundPipe, or "
+            "pipe.load_checkpoint(folder)"
+        )
+
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers leave it alone and do not warn
     optimizer.step = step  # type: ignore[method-assign]
     optimizer.state_dict = state_dict  # type: ignore[method-assign]
+    optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
 
 
 def _unpatch_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    for name in ("step", "state_dict"):
+    for name in ("step", "state_dict", "load_state_dict"):
         optimizer.__dict__.pop(name, None)

@@ -332,8 +332,8 @@ class Session:
             if msg.incarnation > 1:
                 self.backlog.append(msg)
         elif isinstance(msg, RoleDiedMsg):
-            started = self.ready.pop(msg.role, None) is not None or msg.incarnation > 1
-            if msg.role == "optimizer" or not started:
+            self.ready.pop(msg.role, None)
+            if msg.role == "optimizer" or not (msg.was_ready or msg.incarnation > 1):
                 self.died[msg.role] = msg.reason
             else:  # replaced or retired; the controller's machine sees to it
                 self.backlog.append(msg)

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from rpruntime.control import events as ev
@@ -79,6 +81,7 @@ class Worker:
         self.finished: dict[int, wm.FinishSlot] = {}
         self.dropping: list[tuple[int, list[Extent]]] = []
         self.staged: dict[int, dict[int, Extent]] = {}
+        self.tries: Counter[int] = Counter()
 
     def handle(self, *events: Any) -> None:
         opened = [self.cluster.spec(e.model) if isinstance(e, msgs.LoadModelMsg) else e for e in events]
@@ -113,6 +116,9 @@ class Worker:
     def _Send(self, i: wm.Send) -> None:
         self.cluster.post(self.role, i.role, i.msg)
 
+    def _Forget(self, i: wm.Forget) -> None:
+        pass
+
     def _FreeCaches(self, i: wm.FreeCaches) -> None:
         pass
 
@@ -134,7 +140,7 @@ class Worker:
     def _StageWeights(self, i: wm.StageWeights) -> None:
         assert i.task.slot not in self.staged
         self.staged[i.task.slot] = i.units
-        assert len(self.staged) <= wm.STAGED_SLOTS + len(self.cluster.dead)
+        assert len(self.staged) <= wm.STAGED_SLOTS
         self._check_weights(i.task)
 
     def _check_weights(self, task: msgs.SlotTask) -> None:
@@ -158,8 +164,8 @@ class Worker:
                 memory.check(extent, key)
         last = m == task.microbatches[-1]
         if (task.slot, self.owner) in self.cluster.short_of_memory:
-            last_try = self.machine._short[task.slot] + 2 == wm.MAX_TRIES  # one more and the slot fails
-            if last_try or not self.cluster.random.randrange(3):
+            self.tries[task.slot] += 1
+            if self.tries[task.slot] == wm.MAX_TRIES - 1 or not self.cluster.random.randrange(3):
                 self.cluster.short_of_memory.discard((task.slot, self.owner))
             self.ready.append(wm.OutOfMemoryEvent(task.slot, ERROR))
             return
@@ -239,9 +245,12 @@ class Optimizer:
         self.trackers: dict[int, int] = {}
         self.skipped: set[tuple[int, int]] = set()
         """(model, step)"""
+        self.copies: dict[tuple[int, int], set[int]] = defaultdict(set)
+        """(model, save) -> units whose copies lie here."""
 
     def handle(self, *events: Any) -> None:
-        self.todo.extend(self.machine.handle(*events))
+        opened = [self.cluster.spec(e.model) if isinstance(e, msgs.LoadModelMsg) else e for e in events]
+        self.todo.extend(self.machine.handle(*opened))
 
     def choices(self) -> list[Any]:
         return ["next"] if self.todo else []
@@ -333,11 +342,49 @@ class Optimizer:
         extent = self._new_master(i.model, i.unit, i.step + 1)
         self._happened(om.UnitSteppedEvent(i.model, i.step, i.unit, extent))
 
+    def _CopyUnit(self, i: om.CopyUnit) -> None:
+        if self.cluster.random.random() < 0.05:
+            self._happened(om.CopyFailedEvent(i.model, i.save, "no room"))
+            return
+        saved = self.cluster.controller.saves.get((i.model, i.save))
+        if saved is not None:
+            self.cluster.memory.check(self.master[i.model, i.unit], ("weights", i.model, i.unit, saved.step))
+        self.copies[i.model, i.save].add(i.unit)
+        self.cluster.post(self.role, "controller", msgs.StateMsg(i.model, i.save, "snapshot", (), unit=i.unit))
+        self._happened(om.UnitCopiedEvent(i.model, i.save, i.unit, 1))
+
+    def _FreeCopies(self, i: om.FreeCopies) -> None:
+        if i.unit is not None:
+            self.copies[i.model, i.save].remove(i.unit)
+        if i.unit is None or not self.copies[i.model, i.save]:
+            self.copies.pop((i.model, i.save), None)
+
+    def _RestoreUnit(self, i: om.RestoreUnit) -> None:
+        model, unit, version = i.msg.model, i.msg.unit, self.machine._models[i.msg.model].restoring.version
+        if not self.cluster.spec(model).units[unit].trainable:
+            stays = self.master[model, unit]
+            self._happened(om.UnitRestoredEvent(model, i.msg.request, unit, stays, stays if i.previous else None))
+            return
+        previous = self._new_master(model, unit, version - 1) if i.previous else None
+        extent = self._new_master(model, unit, version)
+        self._happened(om.UnitRestoredEvent(model, i.msg.request, unit, extent, previous))
+
     def _StartClock(self, i: om.StartClock) -> None:
         pass
 
     def _FinishStep(self, i: om.FinishStep) -> None:
         self.cluster.post(self.role, "controller", i.msg)
+
+
+@dataclass
+class Saved:
+    """A save in progress."""
+
+    step: int
+    units: int
+    begun: bool = False
+    copied: list[int] = field(default_factory=list)
+    written: set[int] = field(default_factory=set)
 
 
 class Controller:
@@ -355,15 +402,64 @@ class Controller:
         self.rewound: list[tuple[int, int]] = []
         self.ended = False
         self.shortages = 0
+        self.saves: dict[tuple[int, int], Saved] = {}
+        """(model, save) -> what the writer has of a save that is not over."""
+        self.saved: list[tuple[int, int]] = []
+        self.restored: set[tuple[int, int]] = set()
+        self.redone = 0
+        self.allocated: dict[int, msgs.ModelAllocatedMsg] = {}
 
     def handle(self, *events: Any) -> None:
         for event in events:
-            if self.machine.understands(event):
+            if isinstance(event, msgs.ModelAllocatedMsg):
+                self.allocated[event.model] = event
+            if isinstance(event, msgs.StateMsg):
+                if (event.model, event.request) in self.saves:
+                    self.saves[event.model, event.request].copied.append(event.unit)
+            elif isinstance(event, msgs.SnapshotFailedMsg):
+                if self.saves.pop((event.model, event.save), None) is not None:
+                    self.handle(ev.SaveOverEvent(event.model, event.save))
+            elif isinstance(event, msgs.SnapshotBegunMsg):
+                if (event.model, event.save) in self.saves:
+                    self.saves[event.model, event.save].begun = True
+            elif isinstance(event, msgs.RestoredMsg):
+                self.restored.add((event.model, event.unit))
+            elif self.machine.understands(event):
                 for instruction in self.machine.handle(event):
                     getattr(self, f"_{type(instruction).__name__}")(instruction)
 
     def choices(self) -> list[Any]:
-        return []
+        return list(self.saves)
+
+    def act(self, choice: Any) -> None:
+        """The writer writes a copied unit, or ends a save that has everything."""
+        model, save = choice
+        saved = self.saves[choice]
+        if saved.copied:
+            unit = saved.copied.pop()
+            saved.written.add(unit)
+            self.cluster.post(self.role, "optimizer", msgs.SnapshotWrittenMsg(model, save, unit))
+            return
+        if not saved.begun or len(saved.written) < saved.units:
+            return
+        buffers = self.machine.saved_buffers(model, save)
+        if buffers is None:
+            return
+        for position, found in buffers.items():
+            key = ("buffer", *self.machine._models[model].saves[save].buffers_from, position)
+            for extent in found.extents():
+                self.cluster.memory.check(extent, key)
+        for versions, number in zip(self.machine.saved_weights(model, save), (saved.step, saved.step - 1), strict=True):
+            for unit, extent in versions.items():
+                if self.cluster.spec(model).units[unit].trainable:
+                    self.cluster.memory.check(extent, ("weights", model, unit, number))
+        del self.saves[choice]
+        self.saved.append(choice)
+        self.handle(ev.SaveOverEvent(model, save))
+
+    def _DropSave(self, i: ev.DropSave) -> None:
+        del self.saves[i.model, i.save]
+        self.handle(ev.SaveOverEvent(i.model, i.save))
 
     def _Send(self, i: ev.Send) -> None:
         self.cluster.post(self.role, i.role, i.msg)
@@ -390,7 +486,8 @@ class Controller:
         self.shortages += 1
 
     def _NoteRedone(self, i: ev.NoteRedone) -> None:
-        pass
+        assert i.slots > 0
+        self.redone += i.slots
 
     def _ReleaseOwner(self, i: ev.ReleaseOwner) -> None:
         assert i.owner in self.cluster.dead
@@ -503,7 +600,8 @@ class Cluster:
                 while queue and self.random.random() < 0.7:
                     queue.pop()
         self.again = [entry for entry in self.again if name not in entry[0]]
-        slots = (worker.machine._busy,) if running and worker.machine._busy is not None else ()
+        busy = worker.machine._busy
+        slots = (busy,) if running and busy is not None and busy not in worker.finished else ()
         died = msgs.RoleDiedMsg(role, worker.incarnation, 1, "killed", restarts, slots)
         self.links.setdefault(("launcher.1", "controller.1"), deque()).append(died)
         if restarts:
@@ -545,24 +643,23 @@ class Cluster:
 
     # --- the script
 
-    def load(self, spec: msgs.ModelSpec) -> None:
+    def load(self, spec: msgs.ModelSpec, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """As the script does it; `meanwhile` is called while the roles load."""
         self._specs[spec.model] = spec
         scale = 1.0 if spec.scaler is None else spec.scaler.scale
         self.optimizer.scales[spec.model] = defaultdict(lambda: 1.0) if spec.scaler is None else {0: scale}
-        for role in (*self.workers, self.optimizer):
-            role.handle(spec)
-        self.optimizer.act("next")
-        extents = self.links["optimizer.1", "controller.1"].pop().master
-        self.post("controller", "optimizer", msgs.ModelFilledMsg(spec.model))
+        nothing = TensorHandle(Extent(self.controller.owner, "x", 0, 1), 0, (1,), (1,), "uint8")
+        self.controller.handle(ev.ModelLoadingEvent(msgs.LoadModelMsg(spec.model, nothing)))
+        meanwhile()
         self.settle()
+        extents = self.controller.allocated[spec.model].master
+        self.post("controller", "optimizer", msgs.ModelFilledMsg(spec.model))
+        meanwhile()
         buffers = []
         for position, layer in enumerate(spec.layers):
             if layer.buffers:
                 extent = self.memory.write(self.controller.owner, ("buffer", -spec.model, 0, position))
                 buffers.append((position, payload(extent)))
-        nothing = TensorHandle(Extent(self.controller.owner, "x", 0, 1), 0, (1,), (1,), "uint8")
-        # known for workers that start later; the others have it
-        self.controller.machine.handle(ev.ModelLoadingEvent(msgs.LoadModelMsg(spec.model, nothing)))
         self.controller.handle(
             ev.ModelAddedEvent(
                 spec.model,
@@ -602,6 +699,32 @@ class Cluster:
             )
         )
         return call
+
+    def save(self, model: int) -> None:
+        """Save what the open iteration starts from; there may be room for one copy only."""
+        save, machine = next(self._calls), self.controller.machine
+        units = sum(unit.trainable for unit in self.spec(model).units)
+        self.controller.saves[model, save] = Saved(machine.iteration(model), units)
+        self.controller.handle(ev.SaveEvent(model, save, self.random.choice([1, 2, 100])))
+
+    def restore(self, model: int) -> None:
+        """Load weights from nowhere; nothing runs."""
+        call, spec = next(self._calls), self.spec(model)
+        buffers = []
+        for position, layer in enumerate(spec.layers):
+            if layer.buffers:
+                extent = self.memory.write(self.controller.owner, ("buffer", call, 0, position))
+                buffers.append((position, payload(extent)))
+        previous = spec.asynchronous and self.random.random() < 0.5
+        step = self.random.choice([None, 3])
+        self.controller.handle(ev.RestoreEvent(model, call, step, 7, tuple(buffers), previous))
+        version = self.controller.machine.iteration(model)
+        if spec.scaler is not None:
+            scales = self.optimizer.scales[model]
+            scales[version] = scales[version - 1] = scales[max(scales)]
+        self.post("controller", "optimizer", msgs.RestoreMsg(model, call, version, previous))
+        for unit in spec.units:
+            self.post("controller", "optimizer", msgs.RestoreUnitMsg(model, call, unit.index, ()))
 
 
 def make_spec(model: int, rng: random.Random, num_layers: int, *, asynchronous: bool, grain: str) -> msgs.ModelSpec:

@@ -38,11 +38,12 @@ class Script:
                 asynchronous=self.rng.random() < 0.5,
                 grain=self.rng.choice(["stage", "layer"]),
             )
-            self.cluster.load(spec)
+            self.cluster.load(spec, self._maybe_kill if deaths else lambda: None)
         self.stepped: dict[tuple[int, int], tuple[int, ...]] = {}
         """(model, step) -> its calls."""
         self.microbatches: dict[int, list[int]] = {}
         self.inferred: list[int] = []
+        self.asked = self.restores = 0
 
     @property
     def machine(self):
@@ -57,6 +58,11 @@ class Script:
         self.cluster.settle()
         self.check_rest()
 
+    def _maybe_kill(self) -> None:
+        self.cluster.settle(self.rng.choice([0, 2, 10]))
+        if self.rng.random() < 0.2:
+            self._kill()
+
     def _kill(self) -> None:
         """One worker, sometimes several at once; at least one process is always there or on its way."""
         for worker in self.rng.sample(self.cluster.workers, min(len(self.cluster.workers), self.rng.choice([1, 1, 2]))):
@@ -68,7 +74,7 @@ class Script:
     def _act(self, model: int) -> None:
         if self.machine.is_cancelling(model):
             return
-        kind = self.rng.choice(["call", "call", "step", "infer", "discard"])
+        kind = self.rng.choice(["call", "call", "step", "infer", "discard", "save", "restore"])
         if kind == "call":
             while len(self.machine.unfinished_steps(model)) > 1:
                 assert self.cluster.advance(), "the step two iterations back never finishes"
@@ -79,6 +85,11 @@ class Script:
             call = self.cluster.call(model, self._plan(), [1.0] * self.rng.randint(1, 3), True, output)
             if output:
                 self.inferred.append(call)
+        elif kind == "save":
+            self.cluster.save(model)
+            self.asked += 1
+        elif kind == "restore" and self.rng.random() < 0.3:
+            self._restore(model)
         elif kind == "step" and self.machine.wanted_calls(model):
             calls = self.machine.wanted_calls(model)
             self.stepped[model, self.machine.iteration(model)] = calls
@@ -88,6 +99,15 @@ class Script:
                 assert self.cluster.advance(), "a running call never completes"
             if not self.machine.is_cancelling(model):
                 self.cluster.controller.handle(ev.DiscardEvent(model))
+
+    def _restore(self, model: int) -> None:
+        """Everything is over first: saves, steps, calls, whose gradients are discarded."""
+        self.cluster.settle()
+        if self.machine.wanted_calls(model):
+            self.cluster.controller.handle(ev.DiscardEvent(model))
+        assert not self.machine.unfinished_steps(model) and not self.cluster.controller.saves
+        self.cluster.restore(model)
+        self.restores += 1
 
     def _call(self, model: int) -> None:
         weights = [self.rng.choice([0.0, 1.0, 1.0, 2.0]) for _ in range(self.rng.randint(1, 4))]
@@ -125,6 +145,7 @@ class Script:
         assert set(self.cluster.adopted) == set(self.cluster.dead)
         assert all(worker.machine.is_idle for worker in self.cluster.workers)
         assert not self.cluster.optimizer.sums
+        assert not self.cluster.optimizer.copies and not controller.saves
 
     def check_rest(self) -> None:
         """Nothing runs: of each unit only versions are left that a call could still read, and no commit waits."""
@@ -198,7 +219,7 @@ def test_a_failed_call_cancels_what_followed_and_nothing_else(seed):
 def test_workers_that_die_at_any_moment_change_no_sum_and_leak_nothing(seed):
     script = Script(seed, deaths=True)
     script.run(actions=14)
-    assert not script.cluster.controller.failures
+    assert not script.cluster.controller.failures and not script.cluster.controller.ended
     script.check_steps()
     script.check_work()
     script.finish()
@@ -209,9 +230,58 @@ def test_workers_that_die_at_any_moment_change_no_sum_and_leak_nothing(seed):
 def test_deaths_and_failures_together(seed, max_task_failures):
     script = Script(seed, failures=True, deaths=True, max_task_failures=max_task_failures)
     script.run(actions=14)
+    if script.cluster.controller.ended:
+        return  # a dead attempt had handed over all gradients of the iteration that failed: its step was taken
     script.check_steps()
     script.check_work()
     script.finish()
+
+
+def test_workers_do_die_with_work_in_hand():
+    killed = redone = shortages = joined = 0
+    for seed in range(40):
+        script = Script(seed, deaths=True)
+        script.run(actions=14)
+        killed += script.killed
+        redone += script.cluster.controller.redone
+        shortages += script.cluster.controller.shortages
+        joined += sum(worker.incarnation > 1 for worker in script.cluster.workers)
+        script.finish()
+    assert killed >= 100 and redone >= 100 and shortages >= 5 and joined >= 20
+
+
+def test_the_end_of_the_last_worker_without_a_replacement_ends_the_run():
+    cluster = Cluster(2, 0)
+    cluster.load(make_spec(1, random.Random(0), 2, asynchronous=False, grain="stage"))
+    cluster.kill("worker-0", restarts=False)
+    cluster.settle()
+    assert not cluster.controller.ended
+    cluster.call(1, ExecutionPlan.one_layer_a_stage(2), [1.0, 1.0])
+    cluster.settle(5)
+    cluster.kill("worker-1", restarts=False)
+    cluster.settle()
+    assert cluster.controller.ended
+
+
+def test_a_slot_that_ends_two_processes_is_blamed_once_with_the_first_cause():
+    cluster = Cluster(2, 0)
+    cluster.load(make_spec(1, random.Random(0), 2, asynchronous=False, grain="stage"))
+    call = cluster.call(1, ExecutionPlan.one_layer_a_stage(2), [1.0])
+    for number in (1, 2):
+        while not any(w.machine._busy == 1 for w in cluster.workers):
+            assert cluster.advance()
+        role = next(w.role for w in cluster.workers if w.machine._busy == 1)
+        cluster.kill(role)
+        while cluster.links["launcher.1", "controller.1"]:
+            cluster._deliver(("launcher.1", "controller.1"))
+        assert len(cluster.controller.failures) == (number == 2)
+    cluster.settle()
+    (failure,) = cluster.controller.failures
+    assert failure.call == call and failure.error.type_name == "WorkerDied"
+    assert failure.error.text.startswith("layer 0 (forward) ended 2 processes")
+    again = cluster.call(1, ExecutionPlan.one_layer_a_stage(2), [1.0])
+    cluster.settle()
+    assert again in cluster.controller.finished
 
 
 def test_calls_do_fail_in_a_fair_share_of_the_scripts():

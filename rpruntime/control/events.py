@@ -101,6 +101,39 @@ class OutputTakenEvent:
     call: int
 
 
+@dataclass(frozen=True)
+class SaveEvent:
+    """`save_checkpoint()`: keep what the open iteration starts from until `SaveOverEvent`, and copy the units."""
+
+    model: int
+    save: int
+    room_bytes: int
+
+
+@dataclass(frozen=True)
+class SaveOverEvent:
+    """A save has been written, or given up."""
+
+    model: int
+    save: int
+
+
+@dataclass(frozen=True)
+class RestoreEvent:
+    """A checkpoint is being loaded: nothing is running or wanted, and a new iteration opens, with new weights.
+
+    `step`: steps behind them in the training; None: as many as now. `call`: under which number the `buffers` are
+    known. `previous`: the iteration reads a version of its own, and the next one the newest (staleness 1).
+    """
+
+    model: int
+    call: int
+    step: int | None
+    seed: int | None
+    buffers: tuple[tuple[int, Payload], ...]
+    previous: bool
+
+
 Event = (
     ModelLoadingEvent
     | ModelUndoneEvent
@@ -111,6 +144,9 @@ Event = (
     | DiscardEvent
     | SetScalerEvent
     | OutputTakenEvent
+    | SaveEvent
+    | SaveOverEvent
+    | RestoreEvent
 )
 
 
@@ -180,6 +216,14 @@ class FinishCancel:
 
 
 @dataclass(frozen=True)
+class DropSave:
+    """A save was asked for after a step that has been cancelled: there is nothing to be saved."""
+
+    model: int
+    save: int
+
+
+@dataclass(frozen=True)
 class NoteShortage:
     """A slot over these layers found its device's memory too small and had to run again."""
 
@@ -206,12 +250,12 @@ class ReleaseOwner:
 
 @dataclass(frozen=True)
 class EndRun:
-    """No worker is left."""
+    """The run cannot go on; `reason` is for the user."""
 
     reason: str
 
 
 Instruction = (
     Send | FreeOwn | FinishCall | FinishStep | NoteTimes | ReportFailure | FinishCancel | NoteShortage | NoteRedone
-    | ReleaseOwner     | EndRun
+    | ReleaseOwner | EndRun | DropSave
 )  # fmt: skip

@@ -40,7 +40,7 @@ class Lifetimes:
         """The producer of `key` has committed these extents; returns what can be freed (nobody wanted it)."""
         entry = self._entries.setdefault(key, _Entry())
         assert entry.extents is None, f"{key} published twice"
-        entry.extents = tuple(extents)
+        entry.extents = tuple(dict.fromkeys(extents))
         for extent in entry.extents:
             self._naming.setdefault(extent, set()).add(key)
         return self._bury(key) if not entry.readers else []

@@ -21,6 +21,7 @@ from typing import Any
 from rpruntime.control.events import (
     CallEvent,
     DiscardEvent,
+    DropSave,
     EndRun,
     FinishCall,
     FinishCancel,
@@ -37,6 +38,9 @@ from rpruntime.control.events import (
     OutputTakenEvent,
     ReleaseOwner,
     ReportFailure,
+    RestoreEvent,
+    SaveEvent,
+    SaveOverEvent,
     Send,
     SetScalerEvent,
     StepEvent,
@@ -69,6 +73,8 @@ from rpruntime.wire.messages import (
     SlotCommittedMsg,
     SlotFailedMsg,
     SlotTask,
+    SnapshotEndMsg,
+    SnapshotMsg,
     StepDoneMsg,
     StepMsg,
     TaskMsg,
@@ -78,7 +84,7 @@ from rpruntime.wire.messages import (
 
 OPTIMIZER = "optimizer"
 MAX_TASK_FAILURES = 2
-"""Processes that may die with one slot running before the slot is blamed."""
+"""The slot is blamed when so many processes have died with it running."""
 MAX_UNITS_A_MESSAGE = 1000
 
 
@@ -89,6 +95,10 @@ def float32(value: float) -> float:
     except OverflowError:
         return float("inf") if value > 0 else float("-inf")
     return rounded
+
+
+_SETTLING = (SlotCommittedMsg, StepDoneMsg, CancelledMsg, FencedMsg, RoleReadyMsg, OutputTakenEvent, ModelRemovedEvent)
+"""After these a dead process's arena may have lost its last reader."""
 
 
 @dataclass
@@ -111,6 +121,16 @@ class _Iteration:
     """(call, micro-batch) whose buffers it started with."""
     calls: list[int] = field(default_factory=list)
     """All its calls, discarded ones too."""
+
+
+@dataclass(frozen=True)
+class _Save:
+    """What a save holds: the state between step `step - 1` and step `step`."""
+
+    step: int
+    version_read: int
+    """The version that iteration `step` reads."""
+    buffers_from: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -147,6 +167,11 @@ class _Model:
     """The same, where the script has set another one."""
     cancel: _Cancel | None = None
     cancel_waits_for: set[str] = field(default_factory=set)
+    saves: dict[int, _Save] = field(default_factory=dict)
+    step_offset: int = 0
+    """Steps of the training before iteration 0 here (a resumed run; negative where versions were skipped)."""
+    seed: int | None = None
+    """Of a resumed run."""
     failed: list[SlotFailedMsg] = field(default_factory=list)
     """Failures reported while another is being cleared away."""
     cancel_extents: tuple[Extent, ...] = ()
@@ -205,8 +230,8 @@ class ControllerMachine:
         """Commits that came before the commits of all that the slot read."""
         self._strays: set[tuple[int, int, str]] = set()
         """(model, call, role) of cancels that were sent for a failed slot of a call that is not known."""
-        self._early_slabs: set[Key] = set()
-        """Slabs that the optimizer was done with before their slot's commit arrived."""
+        self._early_slabs: dict[int, dict[Key, None]] = {}
+        """Slabs of a slot that the optimizer was done with before the slot's commit arrived."""
         self._out: list[Instruction] = []
         self._handlers: dict[type, Callable[[Any], None]] = {
             ModelLoadingEvent: self._on_model_loading,
@@ -218,6 +243,9 @@ class ControllerMachine:
             DiscardEvent: self._on_discard,
             SetScalerEvent: self._on_set_scaler,
             OutputTakenEvent: self._on_output_taken,
+            SaveEvent: self._on_save,
+            SaveOverEvent: self._on_save_over,
+            RestoreEvent: self._on_restore,
             LossReadyMsg: self._on_loss,
             DataReadyMsg: self._on_data,
             SlabReadyMsg: self._on_slab_ready,
@@ -236,7 +264,7 @@ class ControllerMachine:
         """Take events in, in order; returns what is to be done about them, in order."""
         for event in events:
             self._handlers[type(event)](event)
-            if self._roster.graves:
+            if self._roster.graves and type(event) in _SETTLING:
                 self._settle_graves()
             if self._check:
                 self.validate()
@@ -254,9 +282,23 @@ class ControllerMachine:
         """The workers that take part at present."""
         return self._roster.living
 
+    @property
+    def replaced_workers(self) -> tuple[str, ...]:
+        """Those whose first process has died."""
+        return self._roster.replaced()
+
     def iteration(self, model: int) -> int:
         """The open iteration of a model."""
         return self._models[model].iteration
+
+    def step_number(self, model: int, iteration: int | None = None) -> int:
+        """Steps of the whole training before an iteration (None: the open one)."""
+        found = self._models[model]
+        return (found.iteration if iteration is None else iteration) + found.step_offset
+
+    def seed(self, model: int) -> int | None:
+        """The seed of a resumed run; None: the model's own."""
+        return self._models[model].seed
 
     def wanted_calls(self, model: int) -> tuple[int, ...]:
         """Calls whose gradients wait for the next step."""
@@ -286,13 +328,40 @@ class ControllerMachine:
     def newest_buffers(self, model: int) -> dict[int, Payload]:
         """The buffers after the last step issued, by position; its calls must have finished."""
         state = self._models[model]
-        start = state.iterations[state.iteration].buffers_from
+        return self._buffers_of(state, state.iterations[state.iteration].buffers_from)
+
+    def _buffers_of(self, model: _Model, start: tuple[int, int]) -> dict[int, Payload]:
         found = {}
-        for position, _ in state.spec.buffers:
+        for position, _ in model.spec.buffers:
             announced = self._lifetimes.announced(("buffer", *start, position))
             assert announced is not None
             found[position] = announced[0].payload
         return found
+
+    def is_saving(self, model: int, save: int) -> bool:
+        """Whether a save holds what it is to write."""
+        return model in self._models and save in self._models[model].saves
+
+    def saved_weights(self, model: int, save: int) -> tuple[dict[int, Extent], dict[int, Extent]]:
+        """Of a save whose units are copied: each unit's master copy, and the one that the next iteration reads (none,
+        if it is the same version)."""
+        state = self._models[model]
+        found: list[dict[int, Extent]] = []
+        for version in (state.saves[save].step, state.saves[save].version_read):
+            found.append({})
+            for unit in state.versions:
+                extents = self._lifetimes.extents(("weights", model, unit, version))
+                assert extents is not None
+                found[-1][unit] = extents[0]
+        return found[0], {} if state.saves[save].step == state.saves[save].version_read else found[1]
+
+    def saved_buffers(self, model: int, save: int) -> dict[int, Payload] | None:
+        """The buffers that a save holds; None: their calls have not finished."""
+        state = self._models[model]
+        held = state.saves[save]
+        if held.step - 1 in state.steps:
+            return None
+        return self._buffers_of(state, held.buffers_from)
 
     # --- models
 
@@ -323,6 +392,8 @@ class ControllerMachine:
                 self._send_weights(role, event.model)
 
     def _on_model_removed(self, event: ModelRemovedEvent) -> None:
+        for save in list(self._models[event.model].saves):
+            self._release(("save", event.model, save))
         model = self._models.pop(event.model)
         for call in [number for number, call in self._calls.items() if call.event.model == event.model]:
             for key in self._lifetimes.live_keys():
@@ -408,7 +479,7 @@ class ControllerMachine:
         return CallMsg(
             call=event.call,
             model=event.model,
-            iteration=model.iteration,
+            iteration=model.iteration + model.step_offset,
             num_microbatches=len(event.inputs),
             first_microbatch=model.num_microbatches,
             coefficients=event.coefficients,
@@ -420,6 +491,7 @@ class ControllerMachine:
             buffers_from=tasks.buffers_from,
             buffers_kept=min(iteration.buffers_from[0] for iteration in model.iterations.values()),
             context=event.context,
+            seed=model.seed,
             loss_scale=None if event.inference else model.set_scales.get(model.version_read()),
         )
 
@@ -427,8 +499,9 @@ class ControllerMachine:
         for worker in self._roster.living:
             self._send(worker, call)
         if tasks.slabs:
-            version = self._models[event.model].version_read()
-            self._send(OPTIMIZER, ExpectSlabsMsg(event.model, call.iteration, event.call, tasks.slabs, version))
+            model = self._models[event.model]
+            version = model.version_read()
+            self._send(OPTIMIZER, ExpectSlabsMsg(event.model, model.iteration, event.call, tasks.slabs, version))
         for m, payload in enumerate(event.inputs):
             for role in tasks.input_readers[m]:
                 self._send(role, DataReadyMsg(event.model, ("act", event.call, m, 0), payload))
@@ -452,9 +525,8 @@ class ControllerMachine:
             self._calls[msg.key[1]].outputs[msg.key[2]] = msg.payload
         if not self._lifetimes.announce(msg, self._roles[msg.slot]):
             return
-        for reader in self._lifetimes.readers(msg.key) & self._moved if self._moved else ():
-            assert isinstance(reader, int)
-            self._send(self._roles[reader], msg)
+        for role in sorted({self._roles[slot] for slot in self._moved if slot in self._lifetimes.readers(msg.key)}):
+            self._send(role, msg)
 
     def _on_slab_ready(self, msg: SlabReadyMsg) -> None:
         if msg.slot not in self._slots or msg.slot in self._held:
@@ -490,15 +562,15 @@ class ControllerMachine:
 
     def _commit(self, msg: SlotCommittedMsg) -> None:
         task = self._slots[msg.slot]
+        passed_on = self._may_be_passed_on(msg.slot) if msg.slot in self._moved else ()
         for key, extents in self._forget_slot(msg.slot).items():
-            self._publish(key, extents)
+            self._publish(key, (*extents, *passed_on) if key[0] in ("act", "buffer", "out") else extents)
         self._release(msg.slot)
         if msg.spans and task.kind != "infer":
             self._out.append(NoteTimes(task.model, msg.spans, msg.peak_bytes))
         if msg.tries > 1:
             self._out.append(NoteShortage(task.model, task.layers))
-        for key in [key for key in self._early_slabs if key[2] == msg.slot]:
-            self._early_slabs.discard(key)
+        for key in self._early_slabs.pop(msg.slot, ()):
             self._drop(key)
         call = self._calls[task.call]
         call.open_slots.discard(msg.slot)
@@ -506,6 +578,13 @@ class ControllerMachine:
         if not call.open_slots and (cancel is None or not cancel.first_call <= task.call <= cancel.last_call):
             self._finish_call(task.call, call)
             self._finish_steps(self._models[task.model])
+
+    def _may_be_passed_on(self, slot: int) -> tuple[Extent, ...]:
+        """Extents of all that a redone slot read: an attempt that nobody told of may have passed any on."""
+        found: dict[Extent, None] = {}
+        for key in sorted(key for key in self._lifetimes.reads(slot) if key[0] in ("act", "buffer")):
+            found.update(dict.fromkeys(self._lifetimes.extents(key) or ()))
+        return tuple(found)
 
     def _forget_slot(self, slot: int) -> dict[Key, dict[Extent, None]]:
         """The slot is over; returns what it has published."""
@@ -598,7 +677,7 @@ class ControllerMachine:
         for slab in msg.slabs:
             key: Key = ("slab", *slab)
             if slab[1] in self._slots:
-                self._early_slabs.add(key)
+                self._early_slabs.setdefault(slab[1], {})[key] = None
             else:
                 self._drop(key)  # without extents where nothing there got a gradient
 
@@ -606,7 +685,18 @@ class ControllerMachine:
         model = self._models.get(msg.model)
         if model is not None and msg.step in model.steps and all(done.step != msg.step for done in model.done):
             model.done.append(msg)
+            self._check_cancel(model)
             self._finish_steps(model)
+
+    def _check_cancel(self, model: _Model) -> None:
+        """A dead attempt may have handed over the last gradients of an iteration that fails when it is tried again."""
+        cancel = model.cancel
+        if cancel is not None and cancel.iteration is not None:
+            taken = [done.step for done in model.done if done.step >= cancel.iteration]
+            if taken:
+                self._out.append(
+                    EndRun(f"step {taken[0]} was taken before its iteration failed, so the weights cannot be put back")
+                )
 
     def _finish_steps(self, model: _Model) -> None:
         """A step's gradients can overtake the commits of the slots that they came from: it finishes after both."""
@@ -622,6 +712,53 @@ class ControllerMachine:
             for call in calls:
                 del self._calls[call]
             self._out.append(FinishStep(msg.model, msg))
+
+    # --- checkpoints
+
+    def _on_save(self, event: SaveEvent) -> None:
+        model = self._models[event.model]
+        assert model.cancel is None
+        start = model.iterations[model.iteration].buffers_from
+        held = model.saves[event.save] = _Save(model.iteration, model.version_read(), start)
+        reader = ("save", event.model, event.save)
+        for unit in model.versions:
+            for version in (held.version_read, held.step):
+                self._lifetimes.hold(("weights", event.model, unit, version), reader)
+        for position, _ in model.spec.buffers:
+            self._lifetimes.hold(("buffer", *start, position), reader)
+        self._send(OPTIMIZER, SnapshotMsg(event.model, event.save, held.step, event.room_bytes))
+
+    def _on_save_over(self, event: SaveOverEvent) -> None:
+        model = self._models.get(event.model)
+        if model is not None and model.saves.pop(event.save, None) is not None:
+            self._release(("save", event.model, event.save))
+            self._send(OPTIMIZER, SnapshotEndMsg(event.model, event.save))
+
+    def _on_restore(self, event: RestoreEvent) -> None:
+        """Two iterations are skipped, so that the versions of the new weights are numbers that nobody has met."""
+        model = self._models[event.model]
+        assert not model.wanted and not model.steps and model.cancel is None
+        number, step = event.model, self.step_number(event.model)
+        old = model.iteration
+        for call in model.iterations.pop(old).calls:
+            del self._calls[call]
+        model.iteration += 2
+        model.num_microbatches = 0
+        model.base_version = model.iteration - int(event.previous)
+        model.step_offset = (step if event.step is None else event.step) - model.iteration
+        model.seed = model.seed if event.seed is None else event.seed
+        start = (event.call, 0)
+        model.iterations[model.iteration] = _Iteration(start)
+        for position, payload in event.buffers:
+            key: Key = ("buffer", *start, position)
+            self._lifetimes.hold(key, ("start", number, model.iteration))
+            self._lifetimes.hold(key, ("head", number))
+            msg = DataReadyMsg(number, key, payload)
+            self._publish_own(msg)
+            for worker in self._roster.living:
+                self._send(worker, msg)
+        self._move_head(number, model, start)
+        self._release(("start", number, old))
 
     # --- failures
 
@@ -646,6 +783,7 @@ class ControllerMachine:
         steps = () if iteration is None else tuple(step for step in model.steps if step >= iteration)
         model.cancel = _Cancel(first, last, iteration)
         model.cancel_waits_for = {*self._roster.living, OPTIMIZER}
+        self._check_cancel(model)
         self._out.append(ReportFailure(number, msg.call, len(call.event.inputs), msg.error, calls, steps))
         for role in (*self._roster.living, OPTIMIZER):
             self._send(role, CancelMsg(number, first, last))
@@ -677,7 +815,6 @@ class ControllerMachine:
             self._rewind(number, model, cancel.iteration)
         for call in calls:
             del self._calls[call]
-        self._early_slabs = {key for key in self._early_slabs if key[1] not in calls}
         model.cancel = None
         self._out.append(FinishCancel(number, model.iteration))
         failed, model.failed = model.failed, []
@@ -707,6 +844,7 @@ class ControllerMachine:
             self._lifetimes.hold(key, left)
         for slot in slots:
             self._forget_slot(slot)
+            self._early_slabs.pop(slot, None)
         for reader in readers:
             freed += self._lifetimes.release(reader)
         for key in self._lifetimes.live_keys():
@@ -733,6 +871,10 @@ class ControllerMachine:
         model.num_microbatches = 0
         model.iteration = iteration
         model.base_version = iteration
+        for save in [save for save, held in model.saves.items() if held.step > iteration]:
+            del model.saves[save]
+            self._release(("save", number, save))
+            self._out.append(DropSave(number, save))
         for unit in model.versions:
             self._retire_versions(number, model, unit)
 
@@ -748,7 +890,7 @@ class ControllerMachine:
             self._stop_waiting(number, model, msg.role)
         self._blame(msg)
         if not self._roster.expected:
-            self._out.append(EndRun(f"{msg.role} (pid {msg.pid}) died: {msg.reason}"))
+            self._out.append(EndRun(f"no worker is left: {msg.role} (pid {msg.pid}) died: {msg.reason}"))
             return
         self._announce_again(msg.role)
         self._redo(msg.role)
@@ -767,7 +909,8 @@ class ControllerMachine:
             self._causes.setdefault(slot, []).append(f"{msg.role} (pid {msg.pid}): {msg.reason}")
             if self._deaths[slot] >= self._max_task_failures:
                 task = self._slots[slot]
-                self._on_failed(SlotFailedMsg(slot, task.call, msg.role, self._error(task, msg)))
+                here = msg if slot == msg.slots[-1] else replace(msg, phase="", layer=-1, microbatch=-1)
+                self._on_failed(SlotFailedMsg(slot, task.call, msg.role, self._error(task, here)))
 
     def _error(self, task: SlotTask, msg: RoleDiedMsg) -> ErrorInfo:
         causes = self._causes[task.slot]
@@ -790,6 +933,8 @@ class ControllerMachine:
     def _is_cancelled(self, slot: int) -> bool:
         task = self._slots[slot]
         cancel = self._models[task.model].cancel
+        if any(failed.slot == slot for failed in self._models[task.model].failed):
+            return True  # its turn comes when another cancel is over
         return cancel is not None and cancel.first_call <= task.call <= cancel.last_call
 
     def _redo(self, role: str) -> None:
@@ -807,7 +952,7 @@ class ControllerMachine:
             self._moved.add(slot)
             count += len(left)
             self._hand_over(slot)
-        if slots:
+        if len(slots) > len(complete):
             self._out.append(NoteRedone(role, len(slots) - len(complete), count, targets))
         for slot in complete:
             self._on_committed(SlotCommittedMsg(slot, role))
@@ -882,6 +1027,9 @@ class ControllerMachine:
             for slot in sorted(slot for slot, r in self._roles.items() if r == role and slot not in self._held):
                 if not self._is_cancelled(slot):
                     self._hand_over(slot)
+        for role in self.workers:  # what waited for a replacement that others have overtaken
+            if self._roster.living and self._roster.is_away(role):
+                self._redo(role)
 
     def _send_weights(self, role: str, number: int) -> None:
         by_version: dict[int, list[tuple[int, Extent]]] = {}

@@ -5,13 +5,13 @@
 
 A *fence* is outstanding until the process asked has said that it takes nothing from a role's older process any more.
 A *grave* is a dead process's arena. Messages that name its extents may come late, and late readers may hold them: it is
-left alone until the calls that were known at the death are over and every fence has been answered.
+left alone until the calls that were known at the last death are over and every fence has been answered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,16 @@ class Roster:
 
     def bury(self, role: str, incarnation: int, restarts: bool, calls: Iterable[int]) -> bool:
         """A worker's process has died; False: an older one, which is known."""
-        if incarnation != self._incarnations.get(role):
+        if incarnation < self._incarnations.get(role, incarnation + 1):
             return False
-        owners = (f"{role}.{incarnation}", *self._inherited[role])
+        known = frozenset(calls)
+        # a late message of somebody who dies later may name an old grave's extents under a key of a newer call
+        self.graves = [replace(grave, calls=grave.calls | known) for grave in self.graves]
+        earlier = range(self._incarnations[role], incarnation + 1)  # more than one: before the controller attached
+        owners = (*(f"{role}.{number}" for number in earlier), *self._inherited[role])
         self._inherited[role] = ()
-        self.graves.append(Grave(role, owners, frozenset(calls)))
-        self._incarnations[role] += 1
+        self.graves.append(Grave(role, owners, known))
+        self._incarnations[role] = incarnation + 1
         self.living = tuple(other for other in self.living if other != role)
         self._ready = [other for other in self._ready if other != role]
         self._fences = {(by, about) for by, about in self._fences if by != role}
@@ -115,12 +119,12 @@ class Roster:
             owners: of all live extents.
         """
         running = frozenset(running)
-        fenced = {role for _, role in self._fences}
+        if self._fences:
+            return []
         silent = [
             grave
             for grave in self.graves
-            if grave.role not in fenced
-            and not owners.intersection(grave.owners)
+            if not owners.intersection(grave.owners)
             and not grave.calls & running
             and (grave.role in self.living or grave.role in self._retired)
         ]

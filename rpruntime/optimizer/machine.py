@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rpruntime.optimizer.scaling import inverse_of, moved
+from rpruntime.optimizer.scaling import as_dict, from_dict, inverse_of, moved
 from rpruntime.store.handle import Extent
 from rpruntime.wire.messages import (
     CancelledMsg,
@@ -23,15 +23,24 @@ from rpruntime.wire.messages import (
     ExpectSlabsMsg,
     FencedMsg,
     FenceMsg,
+    ForgetMsg,
     FreeMsg,
     ModelFilledMsg,
     ModelSpec,
     ReadStateMsg,
+    RestoredMsg,
+    RestoreMsg,
+    RestoreUnitMsg,
     ScalerState,
     SetScalerMsg,
     SlabDoneMsg,
     SlabPart,
     SlabReadyMsg,
+    SnapshotBegunMsg,
+    SnapshotEndMsg,
+    SnapshotFailedMsg,
+    SnapshotMsg,
+    SnapshotWrittenMsg,
     StepDoneMsg,
     StepMsg,
     UnloadModelMsg,
@@ -77,6 +86,36 @@ class ModelFilledEvent:
 
     model: int
     master: tuple[Extent, ...]
+
+
+@dataclass(frozen=True)
+class UnitCopiedEvent:
+    """A unit has been copied for a save, into so many bytes, and its `StateMsg`s are sent."""
+
+    model: int
+    save: int
+    unit: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class CopyFailedEvent:
+    """There was no room to copy a unit for a save."""
+
+    model: int
+    save: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class UnitRestoredEvent:
+    """A unit has its values from a checkpoint; `previous`: its master copy of the version before (None: none came)."""
+
+    model: int
+    request: int
+    unit: int
+    extent: Extent
+    previous: Extent | None
 
 
 # --- to the shell
@@ -165,6 +204,32 @@ class ReadState:
 
 
 @dataclass(frozen=True)
+class CopyUnit:
+    """Copy a unit for a save and send the copy to the controller."""
+
+    model: int
+    save: int
+    unit: int
+
+
+@dataclass(frozen=True)
+class FreeCopies:
+    """A unit's copy has been written; None: nothing of the save is wanted any more."""
+
+    model: int
+    save: int
+    unit: int | None
+
+
+@dataclass(frozen=True)
+class RestoreUnit:
+    """Take a part of a unit's values; with the last one write its master copies (`previous`: also the one before)."""
+
+    msg: RestoreUnitMsg
+    previous: bool
+
+
+@dataclass(frozen=True)
 class StartClock:
     """A step begins."""
 
@@ -180,6 +245,13 @@ class FinishStep:
 
 
 @dataclass(frozen=True)
+class Forget:
+    """Drop the mappings of segments that are not read any more."""
+
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class FreeOwn:
     """Free extents of the optimizer's arena."""
 
@@ -188,7 +260,7 @@ class FreeOwn:
 
 Instruction = (
     Send | BuildModel | FillModel | ForgetModel | AddSlab | DropSums | MeasureNorm | StepUnit | ReadState | StartClock
-    | FinishStep | FreeOwn
+    | FinishStep | FreeOwn | Forget | CopyUnit | FreeCopies | RestoreUnit
 )  # fmt: skip
 
 
@@ -220,6 +292,18 @@ class _Sum:
 
 
 @dataclass
+class _Snapshot:
+    """What a save still needs of the model as it is between two steps."""
+
+    msg: SnapshotMsg
+    to_copy: deque[int]
+    """Trainable units that are not copied, in the order of steps; no step of `msg.step` or later touches them."""
+    begun: bool = False
+    copied: dict[int, int] = field(default_factory=dict)
+    """Unit -> bytes of a copy that is not written."""
+
+
+@dataclass
 class _Model:
     spec: ModelSpec
     sums: dict[tuple[int, int], _Sum] = field(default_factory=dict)
@@ -240,6 +324,8 @@ class _Model:
     reads: list[ReadStateMsg] = field(default_factory=list)
     early: list[SlabReadyMsg] = field(default_factory=list)
     """Gradients that overtook the message announcing them."""
+    late_cancels: list[CancelMsg] = field(default_factory=list)
+    """Cancels of the running step's calls."""
     norm: float | None = None
     """Of the running step; None: nothing is clipped."""
     skipped: bool = False
@@ -249,6 +335,12 @@ class _Model:
     """Version -> the scale after that many steps, for versions that may still be read."""
     read_versions: dict[int, int] = field(default_factory=dict)
     """Iteration -> the version that it reads."""
+    snapshots: list[_Snapshot] = field(default_factory=list)
+    copying: bool = False
+    """Whether the shell is copying a unit."""
+    held_back: dict[int, tuple[StepUnit, list[SlabId]]] = field(default_factory=dict)
+    """Units of the running step that a snapshot has to copy first, with the slabs that are done after them."""
+    restoring: RestoreMsg | None = None
 
 
 class OptimizerMachine:
@@ -270,8 +362,17 @@ class OptimizerMachine:
             CancelMsg: self._on_cancel,
             ReadStateMsg: self._on_read,
             SetScalerMsg: self._on_set_scaler,
+            SnapshotMsg: self._on_snapshot,
+            SnapshotWrittenMsg: self._on_snapshot_written,
+            SnapshotEndMsg: self._on_snapshot_end,
+            RestoreMsg: self._on_restore,
+            RestoreUnitMsg: self._on_restore_unit,
+            UnitCopiedEvent: self._on_unit_copied,
+            CopyFailedEvent: self._on_copy_failed,
+            UnitRestoredEvent: self._on_unit_restored,
             FenceMsg: self._on_fence,
             FreeMsg: lambda msg: self._out.append(FreeOwn(msg.extents)),
+            ForgetMsg: lambda msg: self._out.append(Forget(msg.segments)),
             NormEvent: self._on_norm,
             UnitSteppedEvent: self._on_unit_stepped,
         }
@@ -447,13 +548,21 @@ class OptimizerMachine:
         for unit in sorted((u for u in model.spec.units if u.trainable), key=lambda u: u.positions[0]):
             total = model.sums.get((msg.step, unit.index), _Sum())
             only = total.only[1] if total.only is not None else None
-            if not model.skipped:
-                self._out.append(StepUnit(number, msg.step, unit.index, only, msg.groups, factor, inverse))
-            if total.only is not None:
-                self._done([total.only[0]])
+            step = StepUnit(number, msg.step, unit.index, only, msg.groups, factor, inverse)
+            done = [total.only[0]] if total.only is not None else []
+            if model.skipped:
+                self._done(done)
+            elif self._is_to_be_copied(model, unit.index):
+                model.held_back[unit.index] = (step, done)
+            else:
+                self._step_unit(step, done)
         self._publish(number, msg.step + 1, tuple((unit, model.master[unit]) for unit in unchanged))
         model.to_step.difference_update(unchanged)
         self._finish_step(number, model)
+
+    def _step_unit(self, step: StepUnit, done: list[SlabId]) -> None:
+        self._out.append(step)
+        self._done(done)
 
     def _on_unit_stepped(self, event: UnitSteppedEvent) -> None:
         model = self._models.get(event.model)
@@ -477,6 +586,10 @@ class OptimizerMachine:
         self._out.append(FinishStep(done))
         model.read_versions.pop(msg.step, None)
         model.scales = {version: s for version, s in model.scales.items() if version >= msg.step}
+        late, model.late_cancels = model.late_cancels, []
+        for cancel in late:
+            self._on_cancel(cancel)
+        self._copy_next(number, model)
         self._start_step(number, model)
 
     def _drop_iteration(self, number: int, model: _Model, iteration: int) -> None:
@@ -504,11 +617,17 @@ class OptimizerMachine:
     def _on_cancel(self, msg: CancelMsg) -> None:
         model = self._models[msg.model]
         gone = [call for call in model.calls if msg.first_call <= call <= msg.last_call]
+        if model.running is not None and set(model.running.calls) & set(gone):
+            model.late_cancels.append(msg)  # too late: the controller will hear of the step first
+            return
         for iteration in {model.calls[call] for call in gone}:
             self._drop_iteration(msg.model, model, iteration)
         for call in gone:
             del model.calls[call], model.waiting[call]
-        model.steps = deque(step for step in model.steps if not set(step.calls) & set(gone))
+        never = [step.step for step in model.steps if set(step.calls) & set(gone)]
+        if never:
+            model.snapshots = [snapshot for snapshot in model.snapshots if snapshot.msg.step <= min(never)]
+        model.steps = deque(step for step in model.steps if step.step not in never)
         model.reads = [read for read in model.reads if not set(read.calls) & set(gone)]
         model.early = [slab for slab in model.early if not msg.first_call <= slab.call <= msg.last_call]
         for call in [call for call in model.unwanted if msg.first_call <= call <= msg.last_call]:
@@ -535,6 +654,118 @@ class OptimizerMachine:
             iteration = model.calls[msg.calls[0]] if msg.calls else -1
             inverse = self._inverse(model, iteration) if msg.calls else 1.0
             self._out.append(ReadState(msg, iteration, self._only_slabs(model, iteration), inverse))
+
+    # --- checkpoints
+
+    def _on_snapshot(self, msg: SnapshotMsg) -> None:
+        model = self._models[msg.model]
+        units = sorted((u for u in model.spec.units if u.trainable), key=lambda u: u.positions[0])
+        model.snapshots.append(_Snapshot(msg, deque(unit.index for unit in units)))
+        self._copy_next(msg.model, model)
+
+    def _copy_next(self, number: int, model: _Model) -> None:
+        """Start what can be started: saves in their order, one unit at a time, while there is room."""
+        earlier = [step.step for step in (model.running, *model.steps) if step is not None]
+        for snapshot in model.snapshots:
+            if any(step < snapshot.msg.step for step in earlier):
+                return
+            if not snapshot.begun:
+                snapshot.begun = True
+                self._send(CONTROLLER, SnapshotBegunMsg(number, snapshot.msg.save, self._scaler_state(model)))
+            taken = sum(sum(other.copied.values()) for other in model.snapshots)
+            if snapshot.to_copy and not model.copying and (taken == 0 or taken < snapshot.msg.room_bytes):
+                model.copying = True
+                self._out.append(CopyUnit(number, snapshot.msg.save, snapshot.to_copy[0]))
+
+    def _scaler_state(self, model: _Model) -> dict[str, Any] | None:
+        """The gradient scaler as the next iteration finds it; None: there is none."""
+        if model.scaler is None:
+            return None
+        # steps since the load at least, so the version before the newest one may be missing
+        before = sorted(model.scales)[-2:][0] if model.spec.asynchronous else max(model.scales)
+        return as_dict(model.scaler, model.scales[before])
+
+    def _restore_scaler(self, model: _Model, state: dict[str, Any]) -> None:
+        """Take over what `_scaler_state` gave."""
+        if model.scaler is not None and model.restoring is not None:
+            model.scaler, previous = from_dict(state)
+            version = model.restoring.version
+            model.scales[version] = model.scaler.scale
+            model.scales[version - 1] = model.scaler.scale if previous is None else previous
+
+    def _is_to_be_copied(self, model: _Model, unit: int) -> bool:
+        """Whether the running step has to leave a unit as it is until a save has it."""
+        assert model.running is not None
+        return any(unit in s.to_copy for s in model.snapshots if s.msg.step <= model.running.step)
+
+    def _on_unit_copied(self, event: UnitCopiedEvent) -> None:
+        model = self._models.get(event.model)
+        if model is None:
+            return
+        model.copying = False
+        for snapshot in model.snapshots:
+            if snapshot.msg.save == event.save:
+                snapshot.to_copy.remove(event.unit)
+                snapshot.copied[event.unit] = event.nbytes
+                break
+        else:  # the save ended meanwhile
+            self._out.append(FreeCopies(event.model, event.save, event.unit))
+        self._go_on(event.model, model)
+
+    def _go_on(self, number: int, model: _Model) -> None:
+        """Step the units that waited for a copy and need not wait any more; copy the next ones."""
+        for unit in [unit for unit in model.held_back if not self._is_to_be_copied(model, unit)]:
+            self._step_unit(*model.held_back.pop(unit))
+        self._copy_next(number, model)
+
+    def _on_snapshot_written(self, msg: SnapshotWrittenMsg) -> None:
+        model = self._models.get(msg.model)
+        for snapshot in model.snapshots if model is not None else ():
+            if model is not None and snapshot.msg.save == msg.save and msg.unit in snapshot.copied:
+                del snapshot.copied[msg.unit]
+                self._out.append(FreeCopies(msg.model, msg.save, msg.unit))
+                self._copy_next(msg.model, model)
+
+    def _on_snapshot_end(self, msg: SnapshotEndMsg) -> None:
+        if msg.model in self._models:
+            self._end_snapshot(msg.model, msg.save)
+
+    def _end_snapshot(self, number: int, save: int) -> None:
+        model = self._models[number]
+        model.snapshots = [snapshot for snapshot in model.snapshots if snapshot.msg.save != save]
+        self._out.append(FreeCopies(number, save, None))
+        self._go_on(number, model)
+
+    def _on_copy_failed(self, event: CopyFailedEvent) -> None:
+        model = self._models.get(event.model)
+        if model is None:
+            return
+        model.copying = False
+        self._send(CONTROLLER, SnapshotFailedMsg(event.model, event.save, event.reason))
+        self._end_snapshot(event.model, event.save)
+
+    def _on_restore(self, msg: RestoreMsg) -> None:
+        model = self._models[msg.model]
+        assert model.running is None and not model.steps and not model.calls
+        model.restoring = msg
+        if model.scaler is not None:  # without a state in the message it goes on where it is
+            self._restore_scaler(model, msg.scaler or as_dict(model.scaler))
+
+    def _on_restore_unit(self, msg: RestoreUnitMsg) -> None:
+        restoring = self._models[msg.model].restoring
+        assert restoring is not None
+        self._out.append(RestoreUnit(msg, restoring.previous))
+
+    def _on_unit_restored(self, event: UnitRestoredEvent) -> None:
+        model = self._models.get(event.model)
+        if model is None or model.restoring is None:
+            return
+        version = model.restoring.version
+        model.master[event.unit] = event.extent
+        if event.previous is not None:
+            self._publish(event.model, version - 1, ((event.unit, event.previous),))
+        self._publish(event.model, version, ((event.unit, event.extent),))
+        self._send(CONTROLLER, RestoredMsg(event.model, event.request, event.unit))
 
     def _send(self, role: str, msg: Any) -> None:
         self._out.append(Send(role, msg))

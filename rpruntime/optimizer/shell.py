@@ -14,14 +14,24 @@ from typing import Any
 import torch
 
 from rpruntime.optimizer import machine as m
-from rpruntime.optimizer.units import Scratch, Unit, revive_optimizer
+from rpruntime.optimizer.snapshots import PREVIOUS, WEIGHT, Copies, Incoming, Row, parts_of
+from rpruntime.optimizer.units import Scratch, Unit, revive_optimizer, write_params
 from rpruntime.recording import record
 from rpruntime.store.arena import Arena
-from rpruntime.store.handle import Extent, Payload, TensorHandle
-from rpruntime.store.values import put_together, take_apart
+from rpruntime.store.handle import Extent
+from rpruntime.store.layout import optimizer_layout
+from rpruntime.store.values import put_together
 from rpruntime.wire.codec import unpack_struct
 from rpruntime.wire.mailbox import Post
-from rpruntime.wire.messages import LoadModelMsg, ModelAllocatedMsg, ModelReadyMsg, ModelSpec, RoleFailedMsg, StateMsg
+from rpruntime.wire.messages import (
+    LoadModelMsg,
+    ModelAllocatedMsg,
+    ModelReadyMsg,
+    ModelSpec,
+    RoleFailedMsg,
+    StateMsg,
+    UnitSpec,
+)
 from rpruntime.worker.failures import describe
 
 log = logging.getLogger(__name__)
@@ -45,7 +55,13 @@ class _Model:
         """The newest version of each unit."""
         self.slabs: set[Extent] = set(self.master) - self.lent
         """All versions that nobody has freed."""
+        wide = sum(optimizer_layout(unit)[1] for unit in msg.units if unit.trainable)
+        if wide:
+            arena.reserve(wide)
         self.units: list[Unit | None] = [Unit(unit, arena, scratch) if unit.trainable else None for unit in msg.units]
+        self.copies = Copies(arena)
+        self.incoming: dict[int, Incoming] = {}
+        """Units whose values are coming in."""
 
 
 class OptimizerShell:
@@ -71,9 +87,13 @@ class OptimizerShell:
             m.MeasureNorm: self._measure_norm,
             m.StepUnit: self._step_unit,
             m.ReadState: self._read_state,
+            m.CopyUnit: self._copy_unit,
+            m.FreeCopies: lambda i: self._models[i.model].copies.free(i.save, i.unit),
+            m.RestoreUnit: self._restore_unit,
             m.StartClock: lambda i: self._started.__setitem__((i.model, i.step), time.monotonic()),
             m.FinishStep: self._finish_step,
             m.FreeOwn: self._free,
+            m.Forget: self._forget_segments,
         }
 
     def step(self, messages: list[Any]) -> bool:
@@ -149,12 +169,17 @@ class OptimizerShell:
         for unit in model.units:
             if unit is not None:
                 unit.free()
+        model.copies.free_all()
         for extent in model.slabs:
             self._arena.free(extent)
         for extent in model.lent.difference(model.master):  # a newest version is the controller's again
             self._arena.take(extent)
 
     # --- work
+
+    def _forget_segments(self, instruction: m.Forget) -> None:
+        for name in instruction.segments:
+            self._store.forget(name)
 
     def _free(self, instruction: m.FreeOwn) -> None:
         for extent in instruction.extents:
@@ -208,28 +233,66 @@ class OptimizerShell:
 
     def _read_state(self, instruction: m.ReadState) -> None:
         msg = instruction.msg
-        rows: list[tuple[int, int, str, TensorHandle]] = []
-        scalars: dict[tuple[int, int, str], Any] = {}
+        rows: list[Row] = []
         for unit in self._models[msg.model].units:
             if unit is None:
                 continue
             number = unit.spec.index
             if msg.what == "gradients":
                 found = unit.gradients(instruction.iteration, instruction.only.get(number), instruction.inverse)
-                values: list[tuple[int, str, Any]] = [
-                    (index, "gradient", gradient) for index, gradient in enumerate(found) if gradient is not None
-                ]
+                # the next unit's may lie in the same scratch
+                rows += [(number, i, "gradient", g.clone()) for i, g in enumerate(found) if g is not None]
             else:
-                values = unit.state_rows()
-            for index, name, value in values:
-                if isinstance(value, torch.Tensor):
-                    handle = self._arena.allocate_tensor(tuple(value.shape), value.dtype)
-                    self._store.tensor(handle).copy_(value)
-                    rows.append((number, index, name, handle))
-                else:
-                    scalars[number, index, name] = value
-        payload = Payload(take_apart(scalars)[0], (), ()) if scalars else None
-        self._post.send(m.CONTROLLER, StateMsg(msg.model, msg.what, tuple(rows), payload))
+                rows += [(number, *row) for row in unit.state_rows()]
+        for fields in parts_of(rows, self._arena.allocate, self._arena):
+            self._post.send(m.CONTROLLER, StateMsg(msg.model, msg.request, msg.what, **fields))
+
+    # --- checkpoints
+
+    def _copy_unit(self, instruction: m.CopyUnit) -> None:
+        model, save, number = instruction.model, instruction.save, instruction.unit
+        try:
+            messages, nbytes = self._models[model].copies.copy(model, save, self._unit(model, number))
+        except Exception as err:
+            log.exception("copying unit %d for a checkpoint", number)
+            self._happened(m.CopyFailedEvent(model, save, f"{type(err).__name__}: {err}"))
+            return
+        for msg in messages:
+            self._post.send(m.CONTROLLER, msg)
+        self._happened(m.UnitCopiedEvent(model, save, number, nbytes))
+
+    def _restore_unit(self, instruction: m.RestoreUnit) -> None:
+        msg = instruction.msg
+        model = self._models[msg.model]
+        incoming = model.incoming.setdefault(msg.unit, Incoming())
+        incoming.add(msg, self._arena)
+        if not msg.last:
+            return
+        del model.incoming[msg.unit]
+        unit, spec = model.units[msg.unit], model.msg.units[msg.unit]
+        newest = previous = model.master[msg.unit]
+        weights, before = incoming.named(self._arena, WEIGHT), incoming.named(self._arena, PREVIOUS)
+        if unit is not None:
+            state = (incoming.state(self._arena), incoming.groups()) if msg.whole else (None, None)
+            unit.restore(weights, *state)
+        if weights:
+            newest = self._new_master(model, spec)
+            if unit is not None:
+                unit.write_master(newest)
+            else:
+                write_params(self._store.bytes_of(newest), spec, weights)
+            previous = newest
+        if before:
+            previous = self._new_master(model, spec)
+            write_params(self._store.bytes_of(previous), spec, before)
+        model.master[msg.unit] = newest
+        done = m.UnitRestoredEvent(msg.model, msg.request, msg.unit, newest, previous if instruction.previous else None)
+        self._happened(done)
+
+    def _new_master(self, model: _Model, spec: UnitSpec) -> Extent:
+        extent = self._arena.allocate(spec.nbytes)
+        model.slabs.add(extent)
+        return extent
 
 
 def _model_of(instruction: Any) -> int:

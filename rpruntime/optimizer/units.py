@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import copy
 from collections import defaultdict
 from typing import Any
@@ -160,10 +161,7 @@ class Unit:
 
     def write_master(self, extent: Extent) -> None:
         """Write the fp32 weights into a slab in the model's dtype (P_cp)."""
-        memory = self._store.bytes_of(extent)
-        with torch.no_grad():
-            for param, spec in zip(self.params, self.spec.params, strict=True):
-                view(memory, spec.offset, spec.shape, spec.dtype).copy_(param)
+        write_params(self._store.bytes_of(extent), self.spec, dict(enumerate(self.params)))
 
     def _share_state(self, lent: list[torch.Tensor]) -> None:
         """Keep large state tensors (moments) in the arena, whatever tensors the optimizer has put into its state.
@@ -180,10 +178,11 @@ class Unit:
         ]
         moved = []
         old, self._shared = self._shared, {}
+        taken = _Spans([*lent, *(shared for _, shared in old.values())])
         for state, index, name, value in rows:
             place = old.get((index, name))
             if not _is_large(value):
-                if any(_overlap(value, tensor) for tensor in (*lent, *(shared for _, shared in old.values()))):
+                if taken.overlap(value):
                     state[name] = value.clone()
             elif place is not None and place[1].shape == value.shape and place[1].dtype == value.dtype:
                 self._shared[index, name] = old.pop((index, name))
@@ -194,8 +193,8 @@ class Unit:
                 self._shared[index, name] = (handle.extent, self._store.tensor(handle))
                 moved.append((state, name, value, self._shared[index, name][1]))
         # one name's old memory can be another's new value
-        shared = [tensor for _, tensor in self._shared.values()]
-        values = [v.clone() if any(_overlap(v, tensor) for tensor in shared) else v for _, _, v, _ in moved]
+        shared = _Spans([tensor for _, tensor in self._shared.values()])
+        values = [v.clone() if shared.overlap(v) else v for _, _, v, _ in moved]
         for (state, name, _, room), value in zip(moved, values, strict=True):
             state[name] = room.copy_(value)
         for extent, _ in old.values():
@@ -211,6 +210,47 @@ class Unit:
             for name, value in self.optimizer.state.get(param, {}).items()
         ]
 
+    def group_rows(self) -> list[tuple[int, dict[str, Any]]]:
+        """(index of a parameter, its group's values here and those that the script last sent), once a group."""
+        if self.optimizer is None:
+            return []
+        indices = {id(param): index for index, param in enumerate(self.params)}
+        return [
+            (
+                indices[id(group["params"][0])],
+                {"values": {n: v for n, v in group.items() if n not in ("params", "fused")}, "received": received},
+            )
+            for group, received in zip(self.optimizer.param_groups, self._received, strict=True)
+        ]
+
+    def restore(
+        self,
+        weights: dict[int, torch.Tensor],
+        state: dict[int, dict[str, Any]] | None = None,
+        groups: dict[int, dict[str, Any]] | None = None,
+    ) -> None:
+        """Take over values by parameter index; `state` None: the optimizer's state and groups stay.
+
+        Tensors are copied; `groups` is what `group_rows` gave, under any parameter of the group.
+        """
+        with torch.no_grad():
+            for index, value in weights.items():
+                self.params[index].copy_(value)
+        if state is None or self.optimizer is None:
+            return
+        lent = [v for values in state.values() for v in values.values() if isinstance(v, torch.Tensor)]
+        for param in self.params:
+            self.optimizer.state.pop(param, None)
+        for index, values in state.items():
+            self.optimizer.state[self.params[index]] = dict(values)
+        self._share_state(lent)
+        for group, received in zip(self.optimizer.param_groups, self._received, strict=True):
+            mine = {id(param) for param in group["params"]}
+            for index, row in (groups or {}).items():
+                if id(self.params[index]) in mine:
+                    group.update(copy.deepcopy(row["values"]))
+                    received.update(row["received"])
+
     def free(self) -> None:
         """Give all memory back."""
         for iteration in list(self._sums):
@@ -218,6 +258,14 @@ class Unit:
         for extent in (self.extent, *(extent for extent, _ in self._shared.values())):
             self._arena.free(extent)
         self._shared = {}
+
+
+def write_params(memory: torch.Tensor, spec: UnitSpec, values: dict[int, torch.Tensor]) -> None:
+    """Write a unit's parameters, by index, into a slab in the model's dtype."""
+    with torch.no_grad():
+        for index, value in values.items():
+            param = spec.params[index]
+            view(memory, param.offset, param.shape, param.dtype).copy_(value)
 
 
 def _widened(value: Any, param: torch.nn.Parameter) -> Any:
@@ -240,12 +288,27 @@ def _is_large(value: Any) -> bool:
     return plain and value.nbytes >= SHARED_STATE_BYTES
 
 
-def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors share memory."""
-    if first.layout is not torch.strided or not first.numel() or not second.numel():
-        return False
-    (a, b), (c, d) = _span(first), _span(second)
-    return a < d and c < b
+class _Spans:
+    """Where tensors lie, for many questions whether another one shares memory with any."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        """Of runs that neither overlap nor touch, ascending."""
+        for start, end in sorted(_span(t) for t in tensors if t.layout is torch.strided and t.numel()):
+            if self._ends and start <= self._ends[-1]:
+                self._ends[-1] = max(self._ends[-1], end)
+            else:
+                self._starts.append(start)
+                self._ends.append(end)
+
+    def overlap(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor shares memory with one of them."""
+        if tensor.layout is not torch.strided or not tensor.numel():
+            return False
+        start, end = _span(tensor)
+        place = bisect.bisect_right(self._ends, start)
+        return place < len(self._starts) and self._starts[place] < end
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -33,6 +33,8 @@ class Mappings(Protocol):
 
     def open(self, segment: str) -> mmap.mmap: ...
 
+    def forget(self, segment: str) -> None: ...
+
 
 class SegmentSource(Mappings, Protocol):
     """Where segments come from: the launcher (shared memory) or this process (inline)."""
@@ -57,11 +59,20 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 class Store:
-    """Views of tensors in any process's segments. `on_map` sees each segment's bytes once (workers pin them)."""
+    """Views of tensors in any process's segments.
 
-    def __init__(self, source: Mappings, on_map: Callable[[str, torch.Tensor], None] | None = None) -> None:
+    `on_map` sees each segment's bytes once (workers pin them), `on_unmap` when they are dropped.
+    """
+
+    def __init__(
+        self,
+        source: Mappings,
+        on_map: Callable[[str, torch.Tensor], None] | None = None,
+        on_unmap: Callable[[str, torch.Tensor], None] | None = None,
+    ) -> None:
         self._source = source
         self._on_map = on_map
+        self._on_unmap = on_unmap
         self._segments: dict[str, torch.Tensor] = {}
 
     def add(self, segment: str, mapping: mmap.mmap) -> torch.Tensor:
@@ -73,9 +84,12 @@ class Store:
         self._segments[segment] = memory
         return memory
 
-    def forget(self, segment: str) -> None:
-        """Drop the mapping of a segment that nobody names any more."""
-        self._segments.pop(segment, None)
+    def forget(self, name: str) -> None:
+        """Drop a segment that is not read any more; its memory goes when no process has it."""
+        memory = self._segments.pop(name, None)
+        if memory is not None and self._on_unmap is not None:
+            self._on_unmap(name, memory)
+        self._source.forget(name)
 
     def segment(self, name: str) -> torch.Tensor:
         """All bytes of a segment, uint8 [nbytes], mapped at first use."""
@@ -135,13 +149,22 @@ class Arena:
         with self._lock:
             self._grow(nbytes)
 
-    def adopt(self, owner: str) -> None:
-        """Take over the segments of a dead process; nothing in them is read any more."""
+    def adopt(self, owner: str, limit_bytes: int) -> tuple[str, ...]:
+        """Take over the segments of a dead process, in which nothing is read any more, as long as this arena stays
+        within `limit_bytes`; the others are given up. Returns those: every process has to drop its mapping."""
+        given_up = []
         with self._lock:
             for name, nbytes in self._source.segments_of(owner):
-                log.info("arena %s adopts %s, %.1f MiB", self.owner, name, nbytes / 2**20)
-                self.store.segment(name)
-                self._allocator.add_segment(name, nbytes)
+                if self.total_bytes + nbytes <= limit_bytes:
+                    log.info("arena %s adopts %s, %.1f MiB", self.owner, name, nbytes / 2**20)
+                    self.store.segment(name)
+                    self._allocator.add_segment(name, nbytes)
+                else:
+                    given_up.append(name)
+        for name in given_up:
+            self.store.forget(name)
+            self._source.release(name)
+        return tuple(given_up)
 
     def take(self, extent: Extent) -> None:
         """Bytes that another process had lent are this arena's from now on, and free."""

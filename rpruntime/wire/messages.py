@@ -19,7 +19,7 @@ from typing import Any
 from rpruntime.store.handle import Extent, Payload, TensorHandle
 from rpruntime.wire.codec import message, struct
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Key = tuple[Any, ...]
 
@@ -101,8 +101,8 @@ class RoleReadyMsg:
 class RoleDiedMsg:
     """Launcher to controller: the kernel reported the end of a role's process; `reason` says why, in words.
 
-    `restarts`: a process of the next incarnation is being started. `slots` were running, as its status page has it, and
-    `phase`, `layer`, `microbatch` are where the user's code was (-1: nowhere).
+    `restarts`: a process of the next incarnation is being started. `was_ready`: it had taken work. `slots` were
+    running, as its status page has it; `phase`, `layer`, `microbatch` are where the user's code was (-1: nowhere).
     """
 
     role: str
@@ -114,6 +114,7 @@ class RoleDiedMsg:
     phase: str = ""
     layer: int = -1
     microbatch: int = -1
+    was_ready: bool = True
 
 
 @message
@@ -137,6 +138,14 @@ class FencedMsg:
     role: str
     incarnation: int
     by: str
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class ForgetMsg:
+    """Replacement or controller to everybody: these segments will not be read again; drop the mappings."""
+
+    segments: tuple[str, ...]
 
 
 @message
@@ -320,6 +329,7 @@ class UnloadModelMsg:
 class CallMsg:
     """Controller to workers, before the tasks of a call: what all its slots share.
 
+    `iteration`: the number of the step that its gradients are for, from the start of the training (for the seeds).
     `buffers_kept`: buffers of calls before this one are never read again (what a rewound iteration starts from is not).
     `coefficients[m]` is (numerator, denominator) of the micro-batch's loss; `first_microbatch` counts the
     iteration's micro-batches before this call (for the seeds); `buffers_from` is the (call, micro-batch) whose
@@ -342,6 +352,8 @@ class CallMsg:
     context: dict[str, Any]
     loss_scale: float | None = None
     """Multiplies each loss before backward; None: the scale that came with the version that its slots read."""
+    seed: int | None = None
+    """Of a resumed run; None: the model's."""
 
 
 @struct
@@ -612,6 +624,7 @@ class ReadStateMsg:
     """Controller to optimizer: asks for "gradients" (of these calls, when summed) or the optimizer's "state"."""
 
     model: int
+    request: int
     what: str
     calls: tuple[int, ...] = ()
 
@@ -619,9 +632,115 @@ class ReadStateMsg:
 @message
 @dataclass(frozen=True, slots=True)
 class StateMsg:
-    """Answer to `ReadStateMsg`: (unit, parameter index, name, tensor) rows, to be freed by the controller after use."""
+    """Answer to `ReadStateMsg`, in parts: rows (unit, parameter index, name, tensor), which the controller frees.
+
+    Also a unit of a snapshot (`what` is "snapshot", `request` the save), whose rows the optimizer frees itself after
+    `SnapshotWrittenMsg`. `payload`: a dict of what is no tensor, by (unit, index, name). `last`: no part follows.
+    """
 
     model: int
+    request: int
     what: str
     rows: tuple[tuple[int, int, str, TensorHandle], ...]
     payload: Payload | None = None
+    unit: int = -1
+    last: bool = True
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class SnapshotMsg:
+    """Controller to optimizer: copy every trainable unit as it is after the steps before `step`, before any later one.
+
+    While unwritten copies take `room_bytes`, no further unit is copied, and a later step waits for it.
+    """
+
+    model: int
+    save: int
+    step: int
+    room_bytes: int
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class SnapshotBegunMsg:
+    """Optimizer to controller: the steps before the snapshot are done; its units follow as `StateMsg`."""
+
+    model: int
+    save: int
+    scaler: dict[str, Any] | None = None
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class SnapshotWrittenMsg:
+    """Controller to optimizer: a unit's copy is written and can go."""
+
+    model: int
+    save: int
+    unit: int
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class SnapshotEndMsg:
+    """Controller to optimizer: the save is over, complete or not; nothing of its snapshot is wanted any more."""
+
+    model: int
+    save: int
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class SnapshotFailedMsg:
+    """Optimizer to controller: a unit could not be copied, in words; training goes on."""
+
+    model: int
+    save: int
+    reason: str
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class RestoreMsg:
+    """Controller to optimizer, which has nothing to do: every unit follows, and becomes version `version`.
+
+    `previous`: version `version - 1`, which the next asynchronous iteration reads, comes along.
+    """
+
+    model: int
+    request: int
+    version: int
+    previous: bool
+    scaler: dict[str, Any] | None = None
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class RestoreUnitMsg:
+    """Controller to optimizer: a unit's values, in parts, as (parameter index, name, tensor); no row: it stays.
+
+    Name "" is the weight in the optimizer's dtype (of a frozen unit: in the model's), "-1" the weight one version
+    before in the model's dtype, any other one a state. `whole`: the state is replaced, else only weights.
+    """
+
+    model: int
+    request: int
+    unit: int
+    rows: tuple[tuple[int, str, TensorHandle], ...]
+    payload: Payload | None = None
+    whole: bool = True
+    last: bool = True
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class RestoredMsg:
+    """Answer to `RestoreUnitMsg`: its tensors are read; the unit's versions are published."""
+
+    model: int
+    request: int
+    unit: int

@@ -53,12 +53,12 @@ def main() -> None:
     except Exception as err:
         child.start_failed(f"{device} cannot be used: {err}")
         return
-    pin = None
+    pin = unpin = None
     if device.startswith("cuda"):
-        from rpruntime.worker.pinning import pin_segment
+        from rpruntime.worker.pinning import pin_segment, unpin_segment
 
-        pin = pin_segment
-    store = Store(child.segments, pin)
+        pin, unpin = pin_segment, unpin_segment
+    store = Store(child.segments, pin, unpin)
     arena = Arena(f"{child.role}.{child.incarnation}", child.segments, store)
     peers = tuple(f"worker-{index}" for index in range(len(child.config["devices"])))
     shell = WorkerShell(child.mailbox, arena, transfers, peers, device, status=page)

@@ -29,6 +29,7 @@ from rpruntime.wire.messages import (
     ErrorInfo,
     FencedMsg,
     FenceMsg,
+    ForgetMsg,
     FreeMsg,
     Key,
     LossReadyMsg,
@@ -208,9 +209,16 @@ class Adopt:
     owner: str
 
 
+@dataclass(frozen=True)
+class Forget:
+    """Drop the mappings of segments that are not read any more."""
+
+    segments: tuple[str, ...]
+
+
 Instruction = (
     Send | BuildModel | ForgetModel | StageWeights | RunMicrobatch | FinishSlot | DropSlot | FreeOwn
-    | FreeCaches | Adopt
+    | FreeCaches | Adopt | Forget
 )  # fmt: skip
 
 
@@ -290,6 +298,7 @@ class WorkerMachine:
             SlotDroppedEvent: self._on_dropped,
             OutOfMemoryEvent: self._on_out_of_memory,
             FenceMsg: self._on_fence,
+            ForgetMsg: lambda msg: self._out.append(Forget(msg.segments)),
             AdoptMsg: lambda msg: self._out.append(Adopt(msg.owner)),
         }
 
@@ -316,6 +325,7 @@ class WorkerMachine:
         self._models[msg.model] = msg
         self._buffers[msg.model], self._data[msg.model] = {}, {}
         self._newest_call[msg.model] = 0
+        self._unloaded.discard(msg.model)
         self._out.append(BuildModel(msg))
         for early in self._early.pop(msg.model, ()):
             self._on_data(early)
@@ -422,7 +432,9 @@ class WorkerMachine:
                 if task is not self._queue[0]:
                     return
                 self._evict()
-                if len(self._staged) >= STAGED_SLOTS and not self._running[:1] > [task.slot]:
+                if len(self._staged) >= STAGED_SLOTS and len(self._running) > 1 and self._running[-1] > task.slot:
+                    self._put_back(self._running[-1])
+                if len(self._staged) >= STAGED_SLOTS:
                     return
             self._staged.append(task.slot)
             self._out.append(StageWeights(task, units, self._short[task.slot] > 1))
@@ -552,14 +564,21 @@ class WorkerMachine:
         if self._short[event.slot] > MAX_TRIES - 1:
             self._on_failed(SlotFailedEvent(event.slot, event.error))
             return
-        del self._open[event.slot]
-        self._running.remove(event.slot)
-        self._staged.remove(event.slot)
         self._busy = None
-        self._drop(progress.task)
+        for slot in list(self._running):
+            self._put_back(slot)
         self._evict()
         self._recovering = True
-        insort(self._queue, progress.task, key=lambda task: task.slot)
+
+    def _put_back(self, slot: int) -> None:
+        """A slot that has started, and is not being launched right now, will run again from its start."""
+        if slot == self._busy:
+            return
+        task = self._open.pop(slot).task
+        self._running.remove(slot)
+        self._staged.remove(slot)
+        self._drop(task)
+        insort(self._queue, task, key=lambda task: task.slot)
 
     def _drop(self, task: SlotTask) -> None:
         self._dropping[task.slot] += 1

@@ -62,3 +62,9 @@ def pin_segment(
                 f"CUDA refused to pin {nbytes / 2**30:.2f} GiB of segment {name} (error {code}): {advice}"
             )
         done.append(address)
+
+
+def unpin_segment(name: str, memory: torch.Tensor, undo: Callable[[int], None] = unregister) -> None:
+    """Unpin a segment that is about to be dropped."""
+    for address, _ in chunks(memory.data_ptr(), memory.nbytes):
+        undo(address)

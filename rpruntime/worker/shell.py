@@ -13,7 +13,7 @@ from rpruntime.status import NullStatus, StatusWriter
 from rpruntime.store.arena import Arena
 from rpruntime.wire.codec import unpack_struct
 from rpruntime.wire.mailbox import Post
-from rpruntime.wire.messages import LoadModelMsg, ModelSpec, RoleFailedMsg
+from rpruntime.wire.messages import ForgetMsg, LoadModelMsg, ModelSpec, RoleFailedMsg
 from rpruntime.worker import machine as m
 from rpruntime.worker.failures import describe
 from rpruntime.worker.memory import forget_frames, free_caches, is_out_of_memory
@@ -54,7 +54,10 @@ class WorkerShell:
         self._transfers = transfers
         self._device_name = device_name
         self._machine = m.WorkerMachine(post.role, peers)
-        record(self._machine, post.role)
+        self._peers = peers
+        self._replaces = not arena.owner.endswith(".1")
+        """Whether this process took the place of one that died."""
+        record(self._machine, arena.owner if self._replaces else post.role)
         self._models: dict[int, WorkerModel] = {}
         self._stages: dict[int, Stage] = {}
         self._finishing: list[Stage] = []
@@ -63,6 +66,8 @@ class WorkerShell:
         """Marks at the ends of launched micro-batches that the device has not reached."""
         self._launched = False
         """Whether the machine waits for the `LaunchedEvent` of work that has been launched."""
+        self._handed_over: set[int] = set()
+        """Finishing slots of whose gradients some are in host memory."""
         self._events: deque[Any] = deque()
         self._carry_out: dict[type, Callable[[Any], Any]] = {
             m.Send: lambda i: self._post.send(i.role, i.msg),
@@ -74,7 +79,8 @@ class WorkerShell:
             m.DropSlot: self._drop,
             m.FreeOwn: lambda i: self._arena.free_all(i.extents),
             m.FreeCaches: lambda i: free_caches(self._transfers.device),
-            m.Adopt: lambda i: self._arena.adopt(i.owner),
+            m.Adopt: self._adopt,
+            m.Forget: self._forget,
         }
 
     @property
@@ -89,16 +95,22 @@ class WorkerShell:
         # what happened here comes first: a slot that has ended must not be dropped by a cancel that came after
         events = [*self._events, *(msg for msg in map(self._opened, messages) if self._machine.understands(msg))]
         self._events.clear()
+        self._tell_slots()
         instructions = self._machine.handle(*events)
         if instructions:
             self._status.set_busy(True)
         for instruction in instructions:
             self._carry_out[type(instruction)](instruction)
         self._status.set_busy(self.is_waiting_for_copies or bool(self._events))
-        self._status.finishing(min((stage.task.slot for stage in self._finishing), default=0))
+        self._tell_slots()
+        return bool(events or instructions)
+
+    def _tell_slots(self) -> None:
+        """A slot that has begun to hand over its gradients is not blamed for what happens next: its code has run."""
+        finishing = [stage.task.slot for stage in self._finishing if stage.task.slot not in self._handed_over]
+        self._status.finishing(min(finishing, default=0))
         if not self._launched and not self._ahead:
             self._status.at(0)
-        return bool(events or instructions)
 
     def _opened(self, msg: Any) -> Any:
         if isinstance(msg, LoadModelMsg):
@@ -114,9 +126,13 @@ class WorkerShell:
             self._status.progress()
             self._events.append(m.LaunchedEvent())
         for stage in [*self._stages.values(), *self._finishing]:
-            self._events.extend(stage.take_published())
+            published = stage.take_published()
+            if any(isinstance(event, m.SlabEvent) for event in published):
+                self._handed_over.add(stage.task.slot)
+            self._events.extend(published)
         for stage in [stage for stage in self._finishing if not stage.publications and reached(stage.end)]:
             self._finishing.remove(stage)
+            self._handed_over.discard(stage.task.slot)
             self._events.append(m.SlotDoneEvent(stage.task.slot, stage.spans(), self._transfers.peak_bytes()))
         for stage in self._dropping:
             stage.take_published()
@@ -129,14 +145,28 @@ class WorkerShell:
     def _build(self, msg: ModelSpec) -> None:
         sys.path.extend(path for path in msg.python_path if path not in sys.path)
         try:
-            if msg.worker_bytes > self._arena.total_bytes:
+            # a replacement grows as it must: it will adopt what its predecessor had
+            if msg.worker_bytes > self._arena.total_bytes and not self._replaces:
                 self._arena.reserve(msg.worker_bytes - self._arena.total_bytes)
             self._models[msg.model] = WorkerModel(msg, self._arena.store, self._transfers.device)
         except Exception as err:
+            if self._replaces:
+                raise  # others go on without this process
             log.exception("building model %s", msg.name)
             self._post.send(m.CONTROLLER, RoleFailedMsg(self._post.role, msg.model, describe(err, phase="load")))
             return
         self._events.append(m.ModelBuiltEvent(msg.model))
+
+    def _forget(self, instruction: m.Forget) -> None:
+        for name in instruction.segments:
+            self._arena.store.forget(name)
+
+    def _adopt(self, instruction: m.Adopt) -> None:
+        limit = sum(model.msg.worker_bytes for model in self._models.values())
+        given_up = self._arena.adopt(instruction.owner, limit)
+        if given_up:
+            for role in (*(peer for peer in self._peers if peer != self._post.role), m.OPTIMIZER, m.CONTROLLER):
+                self._post.send(role, ForgetMsg(given_up))
 
     def _stage_weights(self, instruction: m.StageWeights) -> None:
         task = instruction.task
@@ -180,6 +210,8 @@ class WorkerShell:
         del self._stages[instruction.task.slot]
         self._finishing.append(stage)
         self._launched = True
+        self._tell_slots()
+        self._status.at(0)
 
     def _drop(self, instruction: m.DropSlot) -> None:
         slot = instruction.task.slot
@@ -187,6 +219,7 @@ class WorkerShell:
         if stage is None:
             stage = next(stage for stage in self._finishing if stage.task.slot == slot)
             self._finishing.remove(stage)
+            self._handed_over.discard(slot)
         stage.drop()
         self._dropping.append(stage)
 

@@ -264,8 +264,9 @@ class Stage:
             layer = self._model.layers[position]
             if layer.spec.buffers:
                 layer.bind_buffers(self._inputs[self._buffers_before(position)], lambda h: self._upload(h).wait())
+            seed = self._model.msg.seed if call.seed is None else call.seed
             torch.manual_seed(
-                layer_seed(self._model.msg.seed, call.iteration, call.first_microbatch + self._m, position)
+                layer_seed(seed, call.iteration, call.first_microbatch + self._m, position)
             )
             value = layer.module(*value[0], **value[1]) if position == 0 else layer.module(value)
             since = self._mark(phase, position, position + 1, since)
