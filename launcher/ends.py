@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from rpruntime.store.limits import cgroup_folders, gib, read_cgroup, read_host_m
 
 NUM_LOG_LINES = 12
 _MAX_LINE = 300
+_CHATTER = re.compile(r"^\d\d:\d\d:\d\d\.\d{3} \S+ (DEBUG|INFO|WARNING) ")
 _LOG_PREFIX = re.compile(r"^\d\d:\d\d:\d\d\.\d{3} \S+ [A-Z]+ ")
 
 
@@ -52,7 +54,7 @@ def describe_end(returncode: int, before: OomCounter, root: Path = Path("/")) ->
         if now.cgroup > before.cgroup or now.machine > before.machine:
             total = read_host_memory(root).ram_total
             return f"out of host memory: {text} by the kernel, the machine has {gib(total)}"
-        return f"{text}, sent by somebody: the kernel's out-of-memory counter did not rise"
+        return f"{text}, not by the kernel for memory"
     if number == signal.SIGBUS:
         memory = read_host_memory(root)
         shm = f"{gib(memory.shm_free)} free of {gib(memory.shm_total)}"
@@ -103,6 +105,17 @@ def last_lines(log_file: Path, count: int = NUM_LOG_LINES, *, start: int = 0) ->
 def without_log_prefix(line: str) -> str:
     """A line of a child's log without time, role and level."""
     return _LOG_PREFIX.sub("", line)
+
+
+def says_why(line: str) -> bool:
+    """Whether the last line of a log can be the cause of an end: a traceback's, an error's, anything but chatter."""
+    return not _CHATTER.match(line)
+
+
+def note_end(log_file: Path, line: str) -> None:
+    """Write into a process's log how it ended; so no message names a log that is empty, and goes with its session."""
+    with contextlib.suppress(OSError), log_file.open("a") as file:
+        file.write(f"{line}\n")
 
 
 def _table(path: Path) -> dict[str, int]:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from launcher.children import Ended, ReadyProc
-from launcher.ends import without_log_prefix
+from launcher.ends import note_end, says_why, without_log_prefix
 from launcher.hangs import HangWatch, Kill
 from launcher.plan import Plan
 from launcher.restarts import Deaths, Follows, Lost, Restart, Retire, died_msg
@@ -209,11 +209,12 @@ class Launcher:
         follows = Lost() if self.shutdown_asked else self._deaths.judge(ended)
         if isinstance(follows, Restart):
             follows = self._restart(ended, follows)
+        note_end(ended.log_file, f"{ended.who} ended: {ended.reason}")
         self._deaths.note(ended, follows)
         self._save()
-        self._tell_controller(died_msg(ended, follows))
         others = any(proc.device is not None for proc in self._supervisor.procs.values())
         self._screen.warn(f"rpruntime: {self._deaths.line(ended, follows, others=others)}")
+        self._tell_controller(died_msg(ended, follows))  # after the line, as the controller says what is redone
         if isinstance(follows, Lost) and not ended.was_ready:
             for line in ended.lines:
                 self._screen.warn(f"  {line}")
@@ -236,7 +237,7 @@ class Launcher:
         told = self._failed_reasons.pop(key, None)
         if told is not None:
             return told
-        if ended.returncode > 0 and ended.lines:
+        if ended.returncode > 0 and ended.lines and says_why(ended.lines[-1]):
             return f"{ended.reason}: {without_log_prefix(ended.lines[-1])}"
         return ended.reason
 

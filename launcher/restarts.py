@@ -82,8 +82,9 @@ class Deaths:
         self._final: list[tuple[Ended, Retire | Lost]] = []
 
     def judge(self, ended: Ended) -> Follows:
-        """What is to follow. One that dies at its first start is not replaced: its reason will still be there."""
-        if not ended.device or (ended.incarnation == 1 and not ended.was_ready):
+        """What is to follow. One that ends its own first start is not replaced: its reason will still be there."""
+        ended_itself = ended.returncode >= 0
+        if not ended.device or (ended.incarnation == 1 and not ended.was_ready and ended_itself):
             return Lost()
         return self._policy.on_death(ended.role)
 

@@ -1,6 +1,7 @@
 """rpctl: looks at sessions and ends them.
 
 rpctl status [NAME] [--json]     rpctl logs [NAME] [ROLE]     rpctl stop NAME     rpctl clean [--logs]
+rpctl checkpoint FOLDER [--json]
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ import rpruntime
 from launcher import planning
 from launcher.screen import write
 from launcher.session import base_candidates, clean_sessions, is_alive, list_sessions, read_session
+from rpruntime.checkpoint_files import list_checkpoints
 from rpruntime.errors import RoundPipeError
 from rpruntime.process import open_pidfd, start_time
 
-_LATER = ("top", "serve", "checkpoint", "trace", "doctor")
+_LATER = ("top", "serve", "trace", "doctor")
 _STOP_TIMEOUT_S = 30.0
 _ROLE = re.compile(r"optimizer|worker-\d+|(cuda|cpu):\d+")
 _USAGE = """usage: rpctl COMMAND [arguments]
@@ -31,6 +33,7 @@ _USAGE = """usage: rpctl COMMAND [arguments]
   rpctl logs [NAME] [ROLE]       a session's logs, of one process or the end of each
   rpctl stop NAME                end a session (under rplaunch: SIGTERM to the script)
   rpctl clean [--logs]           remove what dead sessions left; their logs too with --logs
+  rpctl checkpoint FOLDER [--json]   checkpoints in a folder: step, size, date, complete or not
   rpctl plan FILE                cut measured layers into stages (rpctl plan --help)
   rpctl simulate FILE            compare schedules on measured layers (rpctl simulate --help)
 
@@ -44,6 +47,7 @@ _HELP = {
     "Without NAME the session that runs; if none does, the newest that has logs.",
     "stop": "Under rplaunch the script gets SIGTERM and --shutdown-timeout seconds; else the session's processes end\n"
     "and the script gets SessionLost. Waits for the end.",
+    "checkpoint": "Oldest first; load_checkpoint takes the newest complete one. --json: for programs.",
     "clean": "Sessions that run are left alone. --logs: the logs of dead ones too.",
 }
 
@@ -64,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if words else 2
     commands: dict[str, Callable[[list[str]], int]] = {
         "status": _status, "logs": _logs, "stop": _stop, "clean": _clean,
-        "plan": planning.plan, "simulate": planning.simulate_schedules,
+        "checkpoint": _checkpoint, "plan": planning.plan, "simulate": planning.simulate_schedules,
     }  # fmt: skip
     command, rest = words[0], words[1:]
     try:
@@ -108,6 +112,36 @@ def _run(commands: dict[str, Callable[[list[str]], int]], command: str, rest: li
     except RoundPipeError as err:
         write(sys.stderr, f"rpctl: {err}\n")
         return 1
+
+
+def _checkpoint(words: list[str]) -> int:
+    flags, folders = _flags(words, ("--json",))
+    if len(folders) != 1:
+        raise _Refused("checkpoint needs a folder, see rpctl --help", 2)
+    found = list_checkpoints(folders[0])
+    if "--json" in flags:
+        rows = [
+            {
+                "step": entry.step,
+                "path": str(entry.path),
+                "bytes": entry.nbytes,
+                "date": entry.date,
+                "complete": entry.complete,
+                "reason": entry.reason,
+            }
+            for entry in found
+        ]
+        print(json.dumps(rows))
+        return 0
+    if not found:
+        print(f"no checkpoint in {folders[0]}")
+        return 0
+    print(f"{'STEP':>9}  {'SIZE':>11}  {'DATE':16}  NAME")
+    for entry in found:
+        date = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.date))
+        size = f"{entry.nbytes / 2**20:.1f} MiB"
+        print(f"{entry.step:>9}  {size:>11}  {date}  {entry.path.name}{entry.reason and f'  {entry.reason}'}")
+    return 0
 
 
 def _flags(words: list[str], known: tuple[str, ...]) -> tuple[set[str], list[str]]:

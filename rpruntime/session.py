@@ -333,7 +333,7 @@ class Session:
                 self.backlog.append(msg)
         elif isinstance(msg, RoleDiedMsg):
             self.ready.pop(msg.role, None)
-            if msg.role == "optimizer" or not (msg.was_ready or msg.incarnation > 1):
+            if msg.role == "optimizer" or not (msg.restarts or msg.was_ready or msg.incarnation > 1):
                 self.died[msg.role] = msg.reason
             else:  # replaced or retired; the controller's machine sees to it
                 self.backlog.append(msg)

@@ -616,6 +616,8 @@ class Cluster:
 
     def advance(self) -> bool:
         """One random thing that can happen happens; False: nothing can."""
+        if self.controller.ended:
+            return False  # the client tells the script, and the session goes
         choices: list[Any] = [("link", link) for link in self.links if self._can_deliver(link)]
         choices += [("act", name, choice) for name, role in self.roles.items() for choice in role.choices()]
         choices += [("again", repeated) for repeated in self.again]

@@ -101,7 +101,7 @@ def test_a_stage_that_ends_every_process_is_the_users_error_and_the_run_goes_on(
     assert lines[1] == "place 0 2"
     assert lines[2] == "goes on True"
     assert any("WorkerDied: layer 0 (" in line for line in run.stderr.splitlines()[-4:]), run.stderr
-    assert "layer 0 Touchy, forward, micro-batch 3/4" in run.stderr
+    assert "layer 0 (Touchy), forward, micro-batch 3/4" in run.stderr
 
 
 @pytest.mark.slow
@@ -114,6 +114,25 @@ def test_the_chaos_script_survives(tmp_path):
     assert json.loads(run.stdout)["survived"] == 4
 
 
+INTERRUPT = """
+import torch, rpruntime as rp
+from torch import nn
+
+class Rude(nn.Module):
+    def forward(self, x):
+        if (x > 1e6).any():
+            raise KeyboardInterrupt
+        return x
+
+model = nn.Sequential(nn.Linear(2, 1), Rude())
+pipe = rp.RoundPipe(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=nn.functional.mse_loss, num_microbatches=2)
+try:
+    float(pipe.forward_backward(torch.full((2, 2), 1e9), torch.ones(2, 1)))
+except KeyboardInterrupt as err:
+    print("KeyboardInterrupt", err.rp_context.layer)
+print("goes on", float(pipe.forward_backward(torch.ones(2, 2), torch.ones(2, 1))) >= 0)
+pipe.step()
+"""
 POISON = """
 import os, signal, torch, rpruntime as rp
 from torch import nn
@@ -145,6 +164,18 @@ print("goes on", float(loss) > 0)
 pipe.step()
 float(pipe.forward_backward(bad, y))
 """
+
+
+def test_a_kill_at_the_first_start_and_an_interrupt_raised_in_a_layer(undisturbed, tmp_path):
+    run = run_dying(death("worker-0", "start"), flags=("--tee", "none"))
+    assert result_of(run) == undisturbed["sync"]
+    assert "did not start: killed by signal 9 (SIGKILL)" in run.stderr
+    script = tmp_path / "interrupt.py"
+    script.write_text(INTERRUPT)
+    run = run_script(script, "--devices", "cpu:1")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == ["KeyboardInterrupt 1", "goes on True"]
+    assert "died" not in run.stderr
 
 
 @pytest.mark.slow

@@ -55,8 +55,11 @@ class Script:
             self.cluster.settle(self.rng.choice([0, 0, 5, 50, 500]))
             if self.deaths and self.rng.random() < 0.4:
                 self._kill()
+            if self.cluster.controller.ended:
+                return
         self.cluster.settle()
-        self.check_rest()
+        if not self.cluster.controller.ended:
+            self.check_rest()
 
     def _maybe_kill(self) -> None:
         self.cluster.settle(self.rng.choice([0, 2, 10]))
@@ -77,7 +80,9 @@ class Script:
         kind = self.rng.choice(["call", "call", "step", "infer", "discard", "save", "restore"])
         if kind == "call":
             while len(self.machine.unfinished_steps(model)) > 1:
-                assert self.cluster.advance(), "the step two iterations back never finishes"
+                if not self.cluster.advance():
+                    assert self.cluster.controller.ended, "the step two iterations back never finishes"
+                    return
             if not self.machine.is_cancelling(model):
                 self._call(model)
         elif kind == "infer":
@@ -96,7 +101,9 @@ class Script:
             self.cluster.controller.handle(ev.StepEvent(model, ({},), self.rng.choice([None, 1.0])))
         elif kind == "discard" and self.machine.wanted_calls(model):
             while any(self.machine.is_running(call) for call in self.machine.wanted_calls(model)):
-                assert self.cluster.advance(), "a running call never completes"
+                if not self.cluster.advance():
+                    assert self.cluster.controller.ended, "a running call never completes"
+                    return
             if not self.machine.is_cancelling(model):
                 self.cluster.controller.handle(ev.DiscardEvent(model))
 

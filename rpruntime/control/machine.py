@@ -881,6 +881,7 @@ class ControllerMachine:
     # --- deaths of workers (docs/faults.md)
 
     def _on_role_died(self, msg: RoleDiedMsg) -> None:
+        had_work = not self._roster.is_away(msg.role)
         if not self._roster.bury(msg.role, msg.incarnation, msg.restarts, self._calls):
             return
         for by in (*self._roster.to_fence(), OPTIMIZER):
@@ -893,7 +894,7 @@ class ControllerMachine:
             self._out.append(EndRun(f"no worker is left: {msg.role} (pid {msg.pid}) died: {msg.reason}"))
             return
         self._announce_again(msg.role)
-        self._redo(msg.role)
+        self._redo(msg.role, note=had_work or self._roster.is_retired(msg.role))
 
     def _fence(self, by: str, role: str) -> None:
         self._roster.fence(by, role)
@@ -916,7 +917,8 @@ class ControllerMachine:
         causes = self._causes[task.slot]
         first, last = task.layers[0], task.layers[1] - 1
         where = f"layer {first}" if first == last else f"layers {first} to {last}"
-        text = f"{where} ({task.kind}) ended {len(causes)} processes and will not be tried again; first {causes[0]}"
+        count = "a process" if len(causes) == 1 else f"{len(causes)} processes"
+        text = f"{where} ({task.kind}) ended {count} and will not be tried again; first {causes[0]}"
         text += "".join(f"; then {cause}" for cause in causes[1:])
         return ErrorInfo(
             pickled=pickle.dumps(WorkerDied(text)),
@@ -937,7 +939,7 @@ class ControllerMachine:
             return True  # its turn comes when another cancel is over
         return cancel is not None and cancel.first_call <= task.call <= cancel.last_call
 
-    def _redo(self, role: str) -> None:
+    def _redo(self, role: str, *, note: bool = True) -> None:
         """Hand out again what a dead worker has not committed, lowest number first."""
         slots = [s for s, r in self._roles.items() if r == role and s not in self._held and not self._is_cancelled(s)]
         complete, count, targets = [], 0, self._roster.expected
@@ -952,7 +954,7 @@ class ControllerMachine:
             self._moved.add(slot)
             count += len(left)
             self._hand_over(slot)
-        if len(slots) > len(complete):
+        if note and len(slots) > len(complete):
             self._out.append(NoteRedone(role, len(slots) - len(complete), count, targets))
         for slot in complete:
             self._on_committed(SlotCommittedMsg(slot, role))

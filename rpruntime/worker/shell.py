@@ -48,6 +48,8 @@ class WorkerShell:
         device_name: str,
         status: StatusWriter | None = None,
     ) -> None:
+        self._inline = status is None
+        """Whether this is the script's own process, whose user sees for himself what hangs and who is interrupted."""
         self._status = NullStatus() if status is None else status
         self._post = post
         self._arena = arena
@@ -194,7 +196,7 @@ class WorkerShell:
             stage.run(instruction)
         except BaseException as err:
             self._report(stage, err)
-            if isinstance(err, KeyboardInterrupt):  # inline: it is the script's
+            if isinstance(err, KeyboardInterrupt) and self._inline:  # it is the script's
                 raise
         else:
             self._ahead.append(self._transfers.mark())
@@ -224,7 +226,7 @@ class WorkerShell:
         self._dropping.append(stage)
 
     def _report(self, stage: Stage, err: BaseException) -> None:
-        if not isinstance(err, KeyboardInterrupt):
+        if not (isinstance(err, KeyboardInterrupt) and self._inline):
             self._transfers.check()  # a device that cannot be used any more ends this process
         short = is_out_of_memory(err)
         if short:
