@@ -395,4 +395,10 @@ def give_up(sentence: str) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print(
+            "finetune.py: interrupted; with --save and --resume it goes on from the newest checkpoint", file=sys.stderr
+        )
+        sys.exit(130)

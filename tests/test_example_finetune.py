@@ -227,12 +227,12 @@ def _validation(example: ModuleType, folder: Path) -> Any:
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("default")  # of what reads the log
 def test_learns_by_heart_saves_resumes_and_exports(tmp_path: Path, example: ModuleType) -> None:
-    saves = [f"--save={tmp_path / 'saved'}", "--save-every=60", "--keep=1"]
-    out = _run(tmp_path / "a", "--epochs=20", *saves, "--export=export", "--log=log", "--samples=4")
+    saves = [f"--save={tmp_path / 'saved'}", "--save-every=50", "--keep=1"]
+    out = _run(tmp_path / "a", "--epochs=14", *saves, "--export=export", "--log=log", "--samples=4")
     losses = _logged(tmp_path / "a" / "log", "train/loss")
-    assert list(losses) == list(range(1, 173))
+    assert list(losses) == list(range(1, 121))
     assert losses[1] > 5
-    assert losses[172] < 0.3
+    assert losses[120] < 0.3
     samples = [found.groupdict() for found in SAMPLE.finditer(out)]
     assert len(samples) == 8
     assert [s["said"] for s in samples[:4]] == [s["data"] for s in samples[:4]]  # those that it was trained on
@@ -242,18 +242,18 @@ def test_learns_by_heart_saves_resumes_and_exports(tmp_path: Path, example: Modu
     model = transformers.AutoModelForCausalLM.from_pretrained(export)
     assert model.dtype == torch.float32
     validation = _logged(tmp_path / "a" / "log", "validation/loss")
-    assert weighted_loss(model, _validation(example, export)) == pytest.approx(validation[172], rel=1e-5)
+    assert weighted_loss(model, _validation(example, export)) == pytest.approx(validation[120], rel=1e-5)
     tokenizer = transformers.AutoTokenizer.from_pretrained(export)
     for sample in samples:
         ids = torch.tensor([example.prompt_tokens(tokenizer, sample["prompt"])])
         found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)
         assert tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True).strip() == sample["said"]
 
-    # From the checkpoint of step 120, on another number of devices: the same losses to the bit.
-    _run(tmp_path / "b", "--epochs=20", *saves, "--resume", "--log=log", "--samples=0", devices="cpu:1")
+    # From the checkpoint of step 100, on another number of devices: the same losses to the bit.
+    _run(tmp_path / "b", "--epochs=14", *saves, "--resume", "--log=log", "--samples=0", devices="cpu:1")
     again = _logged(tmp_path / "b" / "log", "train/loss")
-    assert again == {step: loss for step, loss in losses.items() if step > 120}
-    assert _logged(tmp_path / "b" / "log", "validation/loss")[172] == validation[172]
+    assert again == {step: loss for step, loss in losses.items() if step > 100}
+    assert _logged(tmp_path / "b" / "log", "validation/loss")[120] == validation[120]
 
 
 @pytest.mark.slow
