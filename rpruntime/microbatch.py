@@ -1,8 +1,8 @@
 """Cuts one call's inputs and labels into micro-batches, weighs their losses, and merges what comes back.
 
 Pure: no devices, no processes, no state. Everything here sees a call as a tree: mappings, lists, tuples,
-namedtuples and dataclasses are inner nodes (rebuilt with their own type), tensors are cut, anything else is a
-leaf that every micro-batch gets as it is.
+namedtuples, dataclasses and containers registered with torch's pytree are inner nodes (rebuilt with their own type),
+tensors are cut, anything else is a leaf that every micro-batch gets as it is; one that holds tensors is refused.
 
 A tensor counts as "of the batch" when its dim 0 equals the number of rows. If a dim 0 of another meaning
 happens to have that size (3 rows and positions of shape [3, 3, S]), nothing here can tell: `chunk_dims` must
@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import SUPPORTED_NODES
 
 from rpruntime.errors import ConfigError
 
@@ -59,6 +60,7 @@ class CutCall:
     coefficients: list[Coefficient]
     weights: list[float]  # loss_weight(labels), else the rows
     warning: str | None  # set if M had to be lowered to the number of rows
+    dims: tuple[int, ...] = (0,)  # dims that were cut, that of the rows first: where outputs are joined
 
 
 def cut_call(
@@ -130,6 +132,7 @@ def cut_call(
         coefficients=_coefficients(weights, loss_weight is not None, num_items),
         weights=weights,
         warning=warning,
+        dims=_dims_cut(calls[0], dims),
     )
 
 
@@ -154,18 +157,21 @@ def take_labels(inputs: Any, labels: Any, *, keep: bool) -> tuple[Any, Any]:
     return (rest, taken) if isinstance(inputs, list) else (rest[0], taken[0])
 
 
-def merge_outputs(outputs: list[Any], rows: list[int], weights: list[float] | None = None) -> Any:
+def merge_outputs(
+    outputs: list[Any], rows: list[int], weights: list[float] | None = None, dims: Sequence[int] = (0,)
+) -> Any:
     """Join what the model returned for each micro-batch; the inverse of the cut.
 
     Args:
         outputs: one tree per micro-batch, all of the same structure.
-        rows: the micro-batches' rows. Tensors whose dim 0 is that number in every micro-batch are joined
-            along it; other tensors must be equal everywhere, and are kept.
+        rows: the micro-batches' rows. Tensors are joined along the first of `dims` that has that size in every
+            micro-batch; other tensors must be equal everywhere, and are kept.
         weights: for the average of 0-d floating tensors and Python floats that differ (default: `rows`).
+        dims: the dims along which the call was cut (`CutCall.dims`).
 
     Returns the merged tree; a single output is returned as it is. Other leaves must be equal, and are kept.
-    A tensor equal everywhere whose dim 0 happens to be the rows of every micro-batch is joined: nothing tells
-    it from a cut one.
+    A tensor equal everywhere where one of `dims` happens to be the rows of every micro-batch is joined: nothing
+    tells it from a cut one.
 
     Raises:
         ConfigError: naming the place in the output that cannot be merged.
@@ -175,7 +181,7 @@ def merge_outputs(outputs: list[Any], rows: list[int], weights: list[float] | No
         return outputs[0]
     weights = [float(n) for n in rows] if weights is None else weights
     assert len(weights) == len(rows), (len(weights), len(rows))
-    return _merge(outputs, rows, weights, "output")
+    return _merge(outputs, _Join(rows, weights, tuple(dims)), "output")
 
 
 def merge_metrics(metrics: list[dict[str, float]], weights: Sequence[float]) -> dict[str, float]:
@@ -190,8 +196,17 @@ def merge_metrics(metrics: list[dict[str, float]], weights: Sequence[float]) -> 
 # ---- trees
 
 
+def _registered(value: Any) -> Any:
+    """How torch's pytree takes a container apart that a user has registered; None: what we know, or a leaf."""
+    if isinstance(value, (Mapping, list, tuple, Tensor, str)):
+        return None
+    return SUPPORTED_NODES.get(type(value))
+
+
 def _children(value: Any) -> list[tuple[str, Any]] | None:
     """The (path suffix, child) pairs of an inner node in order; None for a leaf."""
+    if _registered(value) is not None:
+        return [(f"<{i}>", child) for i, child in enumerate(_registered(value).flatten_fn(value)[0])]
     if isinstance(value, Mapping):  # before dataclasses: a transformers ModelOutput is both
         return [(f"[{key!r}]", value[key]) for key in value]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -207,6 +222,9 @@ def _rebuild(value: Any, old: list[tuple[str, Any]], new: list[Any]) -> Any:
     """`value` with other children: its type and its other attributes stay, `__init__` is not run again."""
     if all(child is before for child, (_, before) in zip(new, old, strict=True)):
         return value
+    node = _registered(value)
+    if node is not None:
+        return node.unflatten_fn(list(new), node.flatten_fn(value)[1])
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
         return type(value)(dict(zip(value, new, strict=True)))  # type: ignore[call-arg]
     if isinstance(value, tuple):
@@ -306,9 +324,23 @@ class _Cutter:
                 raise ConfigError(f"{path} cannot be cut along dim {dim}: {err}") from err
         children = _children(value) if dim is not None else None
         if children is None:
+            self._check_leaf(value, path, key, dim)
             return [value] * self.num
         pieces = [self.cut(child, path + suffix, key) for suffix, child in children]
         return [_rebuild(value, children, [piece[m] for piece in pieces]) for m in range(self.num)]
+
+    def _check_leaf(self, value: Any, path: str, key: int | str, dim: int | None) -> None:
+        """An object with rows in it would go whole to every micro-batch, and count so many times."""
+        held = [] if dim is None or isinstance(value, torch.nn.Module) else list(getattr(value, "__dict__", {}).items())
+        for name, tensor in held:
+            fits = isinstance(tensor, Tensor) and -tensor.dim() <= (dim or 0) < tensor.dim()
+            if fits and tensor.shape[dim or 0] == self.rows:
+                kind = type(value).__name__
+                raise ConfigError(
+                    f"{path} is a {kind} with rows in {path}.{name}, and nothing says how to cut it: make {kind} a "
+                    "dataclass, register it with torch.utils._pytree.register_pytree_node, or pass "
+                    f"{self._paste(key, None)} to give it whole to every micro-batch"
+                )
 
     def _mismatch(self, tensor: Tensor, path: str, key: int | str, dim: int) -> str:
         fits = [d for d, size in enumerate(tensor.shape) if size == self.rows]
@@ -347,6 +379,12 @@ def _rows_of_part(call: _Call, dims: ChunkDims, what: str) -> int:
     if rows == 0:
         raise ConfigError(f"{what} has no rows ({source} is 0)")
     return 1 if rows is None else rows
+
+
+def _dims_cut(call: _Call, dims: ChunkDims) -> tuple[int, ...]:
+    """The dims of all arguments that were cut, that of the rows first, and dim 0."""
+    found = [dims.get(key, 0) for key, path, value in call.roots() if any(True for _ in _tensors(value, path))]
+    return tuple(dict.fromkeys([*(dim for dim in found if dim is not None), 0]))
 
 
 def _check_chunk_dims(dims: ChunkDims, calls: list[_Call]) -> None:
@@ -400,42 +438,61 @@ def _number(value: Any, what: str) -> float:
 # ---- merging
 
 
-def _merge(values: list[Any], rows: list[int], weights: list[float], path: str) -> Any:
+@dataclass(frozen=True)
+class _Join:
+    rows: list[int]
+    weights: list[float]
+    dims: tuple[int, ...]
+
+
+def _merge(values: list[Any], join: _Join, path: str) -> Any:
     first = values[0]
     if any(type(value) is not type(first) for value in values):
         kinds = ", ".join(sorted({type(value).__name__ for value in values}))
         raise _unmergeable(path, len(values), f"it is of different types: {kinds}")
     if isinstance(first, Tensor):
-        return _merge_tensors(values, rows, weights, path)
+        return _merge_tensors(values, join, path)
     children = _children(first)
     if children is None:
         if all(_same(first, value) for value in values[1:]):
             return first
         if isinstance(first, float):
-            return _mean(list(zip(values, weights, strict=True)))
+            return _mean(list(zip(values, join.weights, strict=True)))
         raise _unmergeable(path, len(values), f"its values differ ({type(first).__name__})")
     nodes = [_children(value) or [] for value in values]
     names = [suffix for suffix, _ in children]
     if any([suffix for suffix, _ in node] != names for node in nodes):
         raise _unmergeable(path, len(values), "its keys or lengths differ")
-    merged = [_merge([node[i][1] for node in nodes], rows, weights, path + name) for i, name in enumerate(names)]
+    merged = [_merge([node[i][1] for node in nodes], join, path + name) for i, name in enumerate(names)]
     return _rebuild(first, children, merged)
 
 
-def _merge_tensors(pieces: list[Tensor], rows: list[int], weights: list[float], path: str) -> Tensor:
+def _merge_tensors(pieces: list[Tensor], join: _Join, path: str) -> Tensor:
     first = pieces[0]
     if any(piece.dtype != first.dtype for piece in pieces):
         raise _unmergeable(path, len(pieces), f"its dtypes differ: {sorted({str(p.dtype) for p in pieces})}")
-    if all(piece.dim() and piece.shape[0] == n for piece, n in zip(pieces, rows, strict=True)):
-        if all(piece.shape[1:] == first.shape[1:] for piece in pieces):
-            return torch.cat(pieces)
-    elif all(torch.equal(first, piece) for piece in pieces[1:]):
+    dim = _joined_dim(pieces, join)
+    if dim is not None:
+        return torch.cat(pieces, dim)
+    if all(torch.equal(first, piece) for piece in pieces[1:]):
         return first
-    elif first.is_floating_point() and all(piece.dim() == 0 for piece in pieces):
-        mean = _mean([(piece.item(), weight) for piece, weight in zip(pieces, weights, strict=True)])
+    if first.is_floating_point() and all(piece.dim() == 0 for piece in pieces):
+        mean = _mean([(piece.item(), weight) for piece, weight in zip(pieces, join.weights, strict=True)])
         return first.new_tensor(mean)
     shapes = ", ".join(str(list(piece.shape)) for piece in pieces)
-    raise _unmergeable(path, len(pieces), f"shapes {shapes} for rows {rows}, and not equal values")
+    raise _unmergeable(path, len(pieces), f"shapes {shapes} for rows {join.rows}, and not equal values")
+
+
+def _joined_dim(pieces: list[Tensor], join: _Join) -> int | None:
+    """The dim along which pieces of a tensor lie; None: it was not cut."""
+    for dim in join.dims:
+        if not all(-piece.dim() <= dim < piece.dim() for piece in pieces):
+            continue
+        if all(piece.shape[dim] == n for piece, n in zip(pieces, join.rows, strict=True)):
+            rest = [piece.movedim(dim, 0).shape[1:] for piece in pieces]
+            if all(shape == rest[0] for shape in rest):
+                return dim
+    return None
 
 
 def _mean(pairs: list[tuple[float, float]]) -> float:
@@ -457,6 +514,6 @@ def _same(a: Any, b: Any) -> bool:
 
 def _unmergeable(path: str, num: int, why: str) -> ConfigError:
     return ConfigError(
-        f"{path} cannot be merged from {num} micro-batches: {why}. Return tensors with the rows in dim 0, "
+        f"{path} cannot be merged from {num} micro-batches: {why}. Return tensors with the rows where they were cut, "
         "equal values or floating scalars, or run this call as one micro-batch (num_microbatches=1)"
     )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import logging
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +32,8 @@ from rpruntime.results import EvalResult, Loss, StepInfo
 from rpruntime.scaler import choose_scaler
 from rpruntime.schedule.plan import ExecutionPlan
 from rpruntime.store.handle import MAX_INLINE_SKELETON_BYTES, Payload, TensorHandle
+from rpruntime.store.layout import optimizer_layout
+from rpruntime.store.limits import read_host_memory
 from rpruntime.store.values import put_together, take_apart, why_not_picklable
 from rpruntime.terminal import say
 from rpruntime.tuning import Tuner
@@ -44,7 +49,15 @@ from rpruntime.wire.messages import (
 )
 from rpruntime.worker.context import capture
 
+log = logging.getLogger(__name__)
+
 MAX_MICROBATCHES = 4096
+ABANDON_TIMEOUT_S = 10.0
+"""How long a pipe that is being closed waits for work that it has cancelled."""
+EVALUATED_AHEAD = 2
+"""Batches that `evaluate` queues while one is computed, so that no device waits between them."""
+KEPT_STATE_FACTOR = 4
+"""`close` takes the optimizer's state over where the host has room for so many fp32 copies of the parameters."""
 _RECOMPUTE = ("stage", "layer")
 _HYPER_TYPES = (int, float, bool, str, type(None))
 
@@ -144,6 +157,7 @@ class RoundPipe:
         self._failure: BaseException | None = None
         self._broken: BaseException | None = None
         self._synchronized = False
+        self._state_is_kept = False
         self.last_step: StepInfo | None = None
         install_excepthook()
         self._load(optimizer, loss_fn, seed, recompute, asynchronous, cast=dtype is not None)
@@ -479,7 +493,7 @@ class RoundPipe:
     def forward(self, inputs: Any, *, num_microbatches: int | None = None) -> Any:
         """What the model returns for `inputs`, merged; weights after every `step()` issued, eval mode, no gradients.
 
-        Tensors are joined along dim 0, scalars averaged by rows, equal values kept.
+        Tensors are joined along the dim that was cut (`chunk_dims`), scalars averaged by rows, equal values kept.
         """
         self._start_of_call()
         cut = cut_call(
@@ -490,7 +504,7 @@ class RoundPipe:
             outputs = [self._decode(payload) for payload in finished.outputs]
         finally:
             self._client.do(ev.OutputTakenEvent(finished.call))
-        return merge_outputs(outputs, cut.rows)
+        return merge_outputs(outputs, cut.rows, dims=cut.dims)
 
     def evaluate(self, batches: Iterable[Any], *, max_batches: int | None = None) -> EvalResult:
         """Weighted loss and metrics over `(inputs, labels)` batches, eval mode, no gradients, nothing kept.
@@ -502,9 +516,19 @@ class RoundPipe:
         Raises:
             ConfigError: there was no batch.
         """
-        total, items = 0.0, 0.0
-        rows: list[dict[str, float]] = []
-        weights: list[float] = []
+        running: deque[tuple[Loss, int]] = deque()
+        try:
+            return self._evaluate(batches, max_batches, running)
+        finally:
+            for result, number in running:  # after an exception: the session goes on without them
+                with contextlib.suppress(Exception):
+                    result._wait()
+                self._finished_calls.pop(number, None)
+
+    def _evaluate(
+        self, batches: Iterable[Any], max_batches: int | None, running: deque[tuple[Loss, int]]
+    ) -> EvalResult:
+        finished: list[ev.FinishCall] = []
         for number, batch in enumerate(batches):
             if max_batches is not None and number >= max_batches:
                 break
@@ -518,16 +542,21 @@ class RoundPipe:
                 chunk_dims=self._chunk_dims,
                 loss_weight=self._loss_weight,
             )
-            finished = self._infer(cut, has_labels=labels is not None, wants_output=False)
-            for loss, metrics, weight in zip(finished.losses, finished.metrics, cut.weights, strict=True):
+            running.append(self._start_inference(cut, has_labels=labels is not None, wants_output=False))
+            if len(running) > EVALUATED_AHEAD:
+                finished.append(self._end_inference(*running.popleft()))
+        while running:
+            finished.append(self._end_inference(*running.popleft()))
+        if not finished:
+            raise ConfigError("evaluate got no batch")
+        rows, weights, total = [], [], 0.0
+        for done in finished:
+            for loss, metrics, weight in zip(done.losses, done.metrics, done.weights, strict=True):
                 if weight:
                     total += loss * weight
-                    items += weight
                     rows.append(metrics)
                     weights.append(weight)
-        if not weights:
-            raise ConfigError("evaluate got no batch")
-        return EvalResult(total / items, items, merge_metrics(rows, weights))
+        return EvalResult(total / sum(weights), sum(weights), merge_metrics(rows, weights))
 
     def generate(
         self,
@@ -564,11 +593,17 @@ class RoundPipe:
         )
 
     def _infer(self, cut: CutCall, *, has_labels: bool, wants_output: bool) -> ev.FinishCall:
+        return self._end_inference(*self._start_inference(cut, has_labels=has_labels, wants_output=wants_output))
+
+    def _start_inference(self, cut: CutCall, *, has_labels: bool, wants_output: bool) -> tuple[Loss, int]:
         result = Loss(self, "an evaluation call")
         numbers: list[int] = []
         self._issue(cut, result, numbers.append, has_labels=has_labels, inference=True, wants_output=wants_output)
+        return result, numbers[0]
+
+    def _end_inference(self, result: Loss, number: int) -> ev.FinishCall:
         result._wait()
-        return self._finished_calls.pop(numbers[0])
+        return self._finished_calls.pop(number)
 
     def _decode(self, payload: Payload) -> Any:
         store = self._client.store
@@ -694,32 +729,74 @@ class RoundPipe:
         saving.save(self.model, folder, dtype=dtype, merge_adapters=merge_adapters)
 
     def close(self) -> None:
-        """End the pipe, not the session; the newest weights stay in the script's private memory."""
+        """End the pipe, not the session; the newest weights stay in the script's private memory.
+
+        Whatever it raises, the pipe is closed and the session has forgotten the model.
+        """
         if self._closed:
             return
+        try:
+            self._come_to_rest()
+        finally:
+            self._end()
+
+    def _come_to_rest(self) -> None:
+        """Wait for everything issued, and take what stays over."""
         failure = None
         try:
-            try:
-                self._failure_is_over()
-                self.synchronize()
-                self._finish_open_calls()
-            except Exception as err:
-                if self._broken is not None or not hasattr(err, "rp_context"):
-                    raise
-                failure = err
-                self.synchronize()  # the weights are those before the iteration that failed
-        finally:
-            self._loan.end(self._weights_shown())
-            self._closed = True
-            if self.optimizer is not None:
-                _unpatch_optimizer(self.optimizer)
-        self._checkpoints.finish()
-        self._client.do(ev.ModelRemovedEvent(self._model))
-        self._client.remove_listener(self._model)
-        if not self._client.machine.replaced_workers:  # else one that starts right now may be reading it
-            self._package.free()
+            self._failure_is_over()
+            self.synchronize()
+            self._finish_open_calls()
+        except Exception as err:
+            if self._broken is not None or not hasattr(err, "rp_context"):
+                raise
+            failure = err
+            self.synchronize()  # the weights are those before the iteration that failed
+        self._keep_optimizer_state()
         if failure is not None:
             raise failure
+
+    def _keep_optimizer_state(self) -> None:
+        """Into the script's optimizer, where its memory is no burden; else asking for it later is an error."""
+        if self.optimizer is None or self._iteration() == 0:
+            return
+        wide = sum(optimizer_layout(unit)[1] for unit in self._layout.units if unit.trainable)
+        room = read_host_memory().available(self._client.session.config.get("host_memory"))[0]
+        if KEPT_STATE_FACTOR * wide < room:
+            _fill_state(self.optimizer, self)
+            self._state_is_kept = True
+
+    def _iteration(self) -> int:
+        with self._client.lock:
+            return self._client.machine.iteration(self._model)
+
+    def _abandon(self, *, sealed: bool) -> None:
+        """Cancel what still runs (`sealed`: also what steps wait for); waits a while for who does not answer."""
+        self._client.do(ev.AbandonEvent(self._model, sealed))
+        self._client.wait(
+            lambda: not self._client.machine.is_cancelling(self._model), "the end of what ran", ABANDON_TIMEOUT_S
+        )
+
+    def _end(self) -> None:
+        """Let go of everything, also where the session is gone."""
+        with contextlib.suppress(RoundPipeError):
+            self._abandon(sealed=True)
+        try:
+            self._loan.end(self._weights_shown())
+        finally:
+            self._closed = True
+            if self.optimizer is not None:
+                _unpatch_optimizer(self.optimizer, lost=self._iteration() > 0 and not self._state_is_kept)
+            for pending in [*self._losses.values(), *(info for info, _, _ in self._steps.values())]:
+                pending._cancel(lambda: RoundPipeError("cancelled: the pipe was closed while this was running"))
+            try:
+                self._checkpoints.finish()
+            finally:
+                with contextlib.suppress(RoundPipeError):  # the session is gone, and the model with it
+                    self._client.do(ev.ModelRemovedEvent(self._model))
+                self._client.remove_listener(self._model)
+                if not self._client.machine.replaced_workers:  # else one that starts right now may be reading it
+                    self._package.free()
 
     def _weights_shown(self) -> dict[int, Any]:
         """Where the weights lie that the script's parameters show; of a session that has ended, the frozen ones."""
@@ -734,6 +811,21 @@ class RoundPipe:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
+        elif not self._closed:
+            self._close_after_error()
+
+    def _close_after_error(self) -> None:
+        """Do the steps that were asked for, cancel the rest; without another exception: the script has one already."""
+        try:
+            self._failure = None
+            self._abandon(sealed=False)
+            self.synchronize()
+            self._keep_optimizer_state()
+        except Exception as err:
+            log.warning("closing pipe %s after an error: %s: %s", self.name, type(err).__name__, err)
+        finally:
+            with contextlib.suppress(Exception):
+                self._end()
 
     # --- what happens elsewhere (under the client's lock)
 
@@ -960,8 +1052,7 @@ def _patch_optimizer(optimizer: torch.optim.Optimizer, pipe: RoundPipe) -> None:
         found = owner()
         if found is None or not found._synchronized:
             raise RoundPipeError("the optimizer's state is in another process: call pipe.synchronize() first")
-        for (unit, index, name), value in found._read_state("state").items():
-            optimizer.state[found._layout.parameters[unit, index]][name] = value
+        _fill_state(optimizer, found)
         return type(optimizer).state_dict(optimizer)
 
     def load_state_dict(*args: Any, **kwargs: Any) -> None:
@@ -976,6 +1067,22 @@ def _patch_optimizer(optimizer: torch.optim.Optimizer, pipe: RoundPipe) -> None:
     optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
 
 
-def _unpatch_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def _fill_state(optimizer: torch.optim.Optimizer, pipe: RoundPipe) -> None:
+    """The optimizer process's state into the script's optimizer."""
+    for (unit, index, name), value in pipe._read_state("state").items():
+        optimizer.state[pipe._layout.parameters[unit, index]][name] = value
+
+
+def _unpatch_optimizer(optimizer: torch.optim.Optimizer, *, lost: bool) -> None:
     for name in ("step", "state_dict", "load_state_dict"):
         optimizer.__dict__.pop(name, None)
+    if not lost:
+        return
+
+    def state_dict() -> dict[str, Any]:
+        raise RoundPipeError(
+            "the optimizer's state went with its pipe: call pipe.synchronize() and optimizer.state_dict() before "
+            "pipe.close()"
+        )
+
+    optimizer.state_dict = state_dict  # type: ignore[method-assign]

@@ -48,7 +48,14 @@ _current: Any = None
 _current_pid = 0
 
 
-def init(devices: str = "auto", *, name: str | None = None, **flags: Any) -> Session:
+class _Default(str):
+    """A default, told from the same value given by hand."""
+
+
+_AUTO = _Default("auto")
+
+
+def init(devices: str = _AUTO, *, name: str | None = None, **flags: Any) -> Session:
     """Make or choose this process's session; the second call with the same settings returns the same one.
 
     Args:
@@ -62,7 +69,7 @@ def init(devices: str = "auto", *, name: str | None = None, **flags: Any) -> Ses
     Raises:
         ConfigError: settings that cannot be had, or that differ from those of the running session.
     """
-    given = flags_table.from_python({"devices": devices if devices != "auto" else None, "name": name, **flags})
+    given = flags_table.from_python({"devices": None if devices is _AUTO else devices, "name": name, **flags})
     found = _existing()
     if found is not None:
         _check_same(found, given, flags_table.BY_KEY)
@@ -127,7 +134,7 @@ def _same_devices(wanted: str, config: dict[str, Any]) -> bool:
     text = wanted.strip().lower()
     if text == "inline" or not names:
         return bool(text == "inline" and not names)
-    if text == "cuda":
+    if text in ("auto", "cuda"):
         return names[0].startswith("cuda") and config.get("devices_flag") in ("auto", "cuda")
     if text.startswith("cpu"):
         number = text.partition(":")[2] or "1"

@@ -291,6 +291,25 @@ def test_a_slot_that_ends_two_processes_is_blamed_once_with_the_first_cause():
     assert again in cluster.controller.finished
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10**9))
+def test_models_may_be_given_up_at_any_moment(seed):
+    script = Script(seed)
+    cluster = script.cluster
+    for _ in range(12):
+        script._act(script.rng.choice(script.models))
+        cluster.settle(script.rng.choice([0, 5, 50]))
+    for model in script.models:
+        cluster.controller.handle(ev.AbandonEvent(model, True))
+    while any(script.machine.is_cancelling(model) for model in script.models):
+        assert cluster.advance(), "somebody never answers a cancel"
+    cluster.settle()
+    assert all(not script.machine.is_running(call) for call in script.machine._calls)
+    script.inferred = [call for call in script.inferred if call in cluster.controller.finished]
+    cluster.optimizer.copies.clear()  # of saves after a step that has been given up; they go with the model
+    script.finish()
+
+
 def test_calls_do_fail_in_a_fair_share_of_the_scripts():
     failed = survived = 0
     for seed in range(60):

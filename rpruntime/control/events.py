@@ -83,6 +83,17 @@ class DiscardEvent:
 
 
 @dataclass(frozen=True)
+class AbandonEvent:
+    """The pipe is being closed and nobody wants what still runs: cancel it, without a failure to report.
+
+    `sealed`: also iterations whose step has been asked for; the weights mean nothing then.
+    """
+
+    model: int
+    sealed: bool
+
+
+@dataclass(frozen=True)
 class SetScalerEvent:
     """The gradient scaler goes on from this state; nothing runs and the open iteration has no call.
 
@@ -142,6 +153,7 @@ Event = (
     | CallEvent
     | StepEvent
     | DiscardEvent
+    | AbandonEvent
     | SetScalerEvent
     | OutputTakenEvent
     | SaveEvent

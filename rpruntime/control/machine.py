@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rpruntime.control.events import (
+    AbandonEvent,
     CallEvent,
     DiscardEvent,
     DropSave,
@@ -139,6 +140,8 @@ class _Cancel:
     last_call: int
     iteration: int | None
     """Where to rewind to; None: an inference call failed, which changes nothing."""
+    abandoned: bool = False
+    """Nobody wants to go on from there, so a step that was taken meanwhile does no harm."""
 
 
 @dataclass
@@ -241,6 +244,7 @@ class ControllerMachine:
             CallEvent: self._on_call,
             StepEvent: self._on_step,
             DiscardEvent: self._on_discard,
+            AbandonEvent: self._on_abandon,
             SetScalerEvent: self._on_set_scaler,
             OutputTakenEvent: self._on_output_taken,
             SaveEvent: self._on_save,
@@ -395,6 +399,14 @@ class ControllerMachine:
         for save in list(self._models[event.model].saves):
             self._release(("save", event.model, save))
         model = self._models.pop(event.model)
+        if model.cancel is not None:  # somebody does not answer; what he has comes when he does
+            waits = [(event.model, model.cancel.first_call, role) for role in model.cancel_waits_for]
+            self._strays.update(stray for stray in waits if stray[2] != OPTIMIZER)
+            self._free(model.cancel_extents)
+        for slot in [slot for slot, task in self._slots.items() if task.model == event.model]:
+            self._held.pop(slot, None)
+            self._forget_slot(slot)
+            self._release(slot)
         for call in [number for number, call in self._calls.items() if call.event.model == event.model]:
             for key in self._lifetimes.live_keys():
                 if key[0] != "weights" and key[1] == call:
@@ -691,7 +703,7 @@ class ControllerMachine:
     def _check_cancel(self, model: _Model) -> None:
         """A dead attempt may have handed over the last gradients of an iteration that fails when it is tried again."""
         cancel = model.cancel
-        if cancel is not None and cancel.iteration is not None:
+        if cancel is not None and cancel.iteration is not None and not cancel.abandoned:
             taken = [done.step for done in model.done if done.step >= cancel.iteration]
             if taken:
                 self._out.append(
@@ -702,6 +714,8 @@ class ControllerMachine:
         """A step's gradients can overtake the commits of the slots that they came from: it finishes after both."""
         while model.done:
             msg = model.done[0]
+            if model.cancel is not None and model.cancel.abandoned and msg.step >= (model.cancel.iteration or 0):
+                return
             calls = model.iterations[msg.step].calls
             if any(self._calls[call].open_slots for call in calls):
                 return
@@ -781,12 +795,32 @@ class ControllerMachine:
             last = max(c for c, other in self._calls.items() if other.event.model == number)
         calls = tuple(c for c in self._calls if first <= c <= last and self._calls[c].event.model == number)
         steps = () if iteration is None else tuple(step for step in model.steps if step >= iteration)
-        model.cancel = _Cancel(first, last, iteration)
+        self._out.append(ReportFailure(number, msg.call, len(call.event.inputs), msg.error, calls, steps))
+        self._cancel(number, model, _Cancel(first, last, iteration))
+
+    def _on_abandon(self, event: AbandonEvent) -> None:
+        number = event.model
+        model = self._models[number]
+        running = [c for c, call in self._calls.items() if call.event.model == number and call.open_slots]
+        training = [self._calls[c].iteration for c in running if not self._calls[c].event.inference]
+        if not event.sealed:
+            training = [iteration for iteration in training if iteration == model.iteration]
+        if model.cancel is not None:
+            return
+        if training:
+            first = model.iterations[min(training)].calls[0]
+            last = max(c for c, other in self._calls.items() if other.event.model == number)
+            self._cancel(number, model, _Cancel(first, last, min(training), abandoned=True))
+        elif any(self._calls[c].event.inference for c in running):
+            calls = [c for c in running if self._calls[c].event.inference]
+            self._cancel(number, model, _Cancel(calls[0], calls[0], None, abandoned=True))
+
+    def _cancel(self, number: int, model: _Model, cancel: _Cancel) -> None:
+        model.cancel = cancel
         model.cancel_waits_for = {*self._roster.living, OPTIMIZER}
         self._check_cancel(model)
-        self._out.append(ReportFailure(number, msg.call, len(call.event.inputs), msg.error, calls, steps))
         for role in (*self._roster.living, OPTIMIZER):
-            self._send(role, CancelMsg(number, first, last))
+            self._send(role, CancelMsg(number, cancel.first_call, cancel.last_call))
 
     def _on_cancelled(self, msg: CancelledMsg) -> None:
         stray = (msg.model, msg.first_call, msg.role)
@@ -813,6 +847,7 @@ class ControllerMachine:
         self._drop_work(number, model, calls)
         if cancel.iteration is not None:
             self._rewind(number, model, cancel.iteration)
+            model.done = deque(done for done in model.done if done.step < cancel.iteration)
         for call in calls:
             del self._calls[call]
         model.cancel = None

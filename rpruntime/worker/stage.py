@@ -165,6 +165,8 @@ class Stage:
             return
         if call.wants_output:
             self._publish_value(("out", self.task.call, self._m), value, entered, "output")
+        elif call.weights[self._m] == 0:
+            self._outbox.add_loss(self._m, torch.zeros((), device=self._transfers.device), {})
         else:
             loss, metrics = self._loss(value)
             self._outbox.add_loss(self._m, loss, metrics)
@@ -265,9 +267,7 @@ class Stage:
             if layer.spec.buffers:
                 layer.bind_buffers(self._inputs[self._buffers_before(position)], lambda h: self._upload(h).wait())
             seed = self._model.msg.seed if call.seed is None else call.seed
-            torch.manual_seed(
-                layer_seed(seed, call.iteration, call.first_microbatch + self._m, position)
-            )
+            torch.manual_seed(layer_seed(seed, call.iteration, call.first_microbatch + self._m, position))
             value = layer.module(*value[0], **value[1]) if position == 0 else layer.module(value)
             since = self._mark(phase, position, position + 1, since)
             if layer.spec.buffers and commit:
