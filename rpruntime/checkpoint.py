@@ -28,7 +28,15 @@ import numpy as np
 import torch
 
 import rpruntime
-from rpruntime.checkpoint_files import CheckpointReader, CheckpointWriter, Place, explain, find_checkpoint, prune
+from rpruntime.checkpoint_files import (
+    CheckpointReader,
+    CheckpointWriter,
+    Place,
+    explain,
+    find_checkpoint,
+    prune,
+    writing_in,
+)
 from rpruntime.control import events as ev
 from rpruntime.errors import CheckpointError, ConfigError
 from rpruntime.loading import put_bytes, put_tensor
@@ -272,16 +280,17 @@ class Checkpoints:
         handle, what = save.handle, f"checkpoint step-{save.step} in {save.folder}"
         try:
             progress = _Progress(save, quiet=self._pipe._quiet)
-            writer = CheckpointWriter(save.folder, save.step, progress)
-            try:
-                handle._path = self._fill(save, writer, progress)
-            except BaseException:
-                writer.abandon()
-                raise
-            self._client.checkpoints[self._pipe.name] = str(handle._path)
-            if save.keep is not None:
-                with contextlib.suppress(OSError):  # the next save tries again
-                    prune(save.folder, save.keep, handle._path)
+            with writing_in(save.folder):
+                writer = CheckpointWriter(save.folder, save.step, progress)
+                try:
+                    handle._path = self._fill(save, writer, progress)
+                except BaseException:
+                    writer.abandon()
+                    raise
+                self._client.checkpoints[self._pipe.name] = str(handle._path)
+                if save.keep is not None:
+                    with contextlib.suppress(OSError):  # the next save tries again
+                        prune(save.folder, save.keep, handle._path)
         except Exception as err:
             reason = str(err) if isinstance(err, CheckpointError) else explain(err, save.folder)
             handle._error = CheckpointError(f"{what} is not written: {reason}; training goes on")

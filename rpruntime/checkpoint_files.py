@@ -12,7 +12,9 @@ Listing needs neither torch nor safetensors.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import json
 import os
 import re
@@ -121,6 +123,27 @@ def at(moment: str) -> None:
     """Named moments of a save; tests end the process there."""
 
 
+@contextlib.contextmanager
+def writing_in(folder: Path) -> Iterator[None]:
+    """Be the only one that writes checkpoints into a folder: two runs would take each other's files away.
+
+    Raises:
+        CheckpointError: another process, or another pipe of this one, is writing there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as err:
+            raise CheckpointError(
+                "another run is writing a checkpoint there at this moment: give each run a folder of its own"
+            ) from err
+        yield
+    finally:
+        os.close(fd)
+
+
 class CheckpointWriter:
     """Writes `folder/step-N` under another name; nothing is there under that name until `finish`.
 
@@ -134,7 +157,6 @@ class CheckpointWriter:
         self._progress = progress
         self._written = 0
         self.files: dict[str, dict[str, Any]] = {}
-        folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(self._partial, ignore_errors=True)
         self._partial.mkdir()
         at("begun")
@@ -253,9 +275,11 @@ def explain(err: BaseException, folder: Path) -> str:
     if not isinstance(err, OSError):
         return f"{type(err).__name__}: {err}"
     what = err.strerror or str(err)
+    if err.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return f"{what}{f': {err.filename}' if err.filename else ''}"
     if err.errno in (errno.ENOSPC, errno.EDQUOT):
         what = f"the disk is full ({what})"
-    elif err.errno == errno.EFBIG:
+    else:
         what = f"a file may not become so large: the disk is full or limited ({what})"
     try:
         free = f"; {shutil.disk_usage(folder).free / 2**20:.1f} MiB are free there"

@@ -356,7 +356,7 @@ class RoundPipe:
             iteration = self._client.machine.iteration(self._model)
             self._tuner.before_iteration(iteration, num_microbatches, asynchronous=self._asynchronous)
         if self._tuner.news:
-            self._say(f"step {iteration}: {self._tuner.news}")
+            self._say(f"step {self._client.machine.step_number(self._model, iteration)}: {self._tuner.news}")
             self._tuner.news = ""
 
     def _call_event(

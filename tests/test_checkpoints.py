@@ -20,7 +20,7 @@ from torch import nn
 import rpruntime as rp
 from launcher import rpctl
 from rpruntime import checkpoint_files
-from rpruntime.checkpoint_files import CheckpointReader, CheckpointWriter, list_checkpoints
+from rpruntime.checkpoint_files import CheckpointReader, CheckpointWriter, list_checkpoints, writing_in
 from rpruntime.optimizer import machine as om
 from rpruntime.wire import messages as msgs
 from rpruntime.wire.codec import encode
@@ -719,3 +719,13 @@ def test_a_killed_run_goes_on_from_its_last_complete_checkpoint(tmp_path):
     assert checkpoint_files.find_checkpoint(tmp_path / "a")[0].name == "step-1"
     rest = script(tmp_path / "a", devices="inline", SCRIPT_STEPS="3", SCRIPT_LOAD="1")
     assert rest["weights"] == whole["weights"]
+
+
+def test_two_runs_do_not_write_into_one_folder(tmp_path):
+    folder = tmp_path / "shared"
+    with writing_in(folder):
+        with pytest.raises(rp.CheckpointError, match="another run is writing .* a folder of its own"):
+            with writing_in(folder):
+                pass
+    with writing_in(folder):
+        assert list_checkpoints(folder) == []

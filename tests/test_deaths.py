@@ -125,7 +125,8 @@ class Rude(nn.Module):
         return x
 
 model = nn.Sequential(nn.Linear(2, 1), Rude())
-pipe = rp.RoundPipe(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=nn.functional.mse_loss, num_microbatches=2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+pipe = rp.RoundPipe(model, optimizer, loss_fn=nn.functional.mse_loss, num_microbatches=2)
 try:
     float(pipe.forward_backward(torch.full((2, 2), 1e9), torch.ones(2, 1)))
 except KeyboardInterrupt as err:

@@ -276,7 +276,7 @@ def test_saved_in_another_dtype(tmp_path, session):
 
     entries = _read_header(tmp_path / "adapter" / "adapter_model.safetensors")
     assert {entry.dtype for entry in entries.values()} == {torch.bfloat16}
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.bfloat16
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").dtype == torch.bfloat16
     pipe.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from rpruntime.models import pretrained, saving, shards
 from rpruntime.models.pretrained import move_into_slabs
 from tests.leaks import no_leaks
 from tests.reference import inline, one_thread
+from tests.test_models_versions import FOLDER
 from tests.test_processes import environment
 from tests.tiny_models import FAMILIES, batch, tiny
 
@@ -48,7 +50,7 @@ def saved(folder: Path, family: str, dtype: torch.dtype = torch.float32, **more:
 
 
 def plain(folder: Path, **more: Any) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, **more)
+    return AutoModelForCausalLM.from_pretrained(folder, **{"dtype": "auto", **more})
 
 
 def assert_equal_models(first: Any, second: Any) -> None:
@@ -326,6 +328,18 @@ def test_only_models_of_transformers_are_saved_so(tmp_path, session):
     (tmp_path / "file").write_text("")
     with pytest.raises(rp.ConfigError, match="is a file"):
         saving.save(tiny("llama"), tmp_path / "file")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (FOLDER / "transformers").is_dir(), reason=f"no transformers 4 in {FOLDER}")
+def test_all_of_this_with_transformers_4():
+    code = (
+        "import sys, pytest, transformers; assert transformers.__version__.startswith('4.'), transformers.__file__; "
+        "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', '-m', 'not slow', 'tests/test_pretrained.py', 'tests/test_lora.py']))"
+    )
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER), str(ROOT)])}
+    found = subprocess.run([sys.executable, "-c", code], env=path, cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout[-5000:]
 
 
 # --- real processes, memory
