@@ -724,7 +724,7 @@ def test_a_killed_run_goes_on_from_its_last_complete_checkpoint(tmp_path):
 def test_two_runs_do_not_write_into_one_folder(tmp_path):
     folder = tmp_path / "shared"
     with writing_in(folder):
-        with pytest.raises(rp.CheckpointError, match="another run is writing .* a folder of its own"):
+        with pytest.raises(rp.CheckpointError, match=r"another run is writing .* a folder of its own"):
             with writing_in(folder):
                 pass
     with writing_in(folder):

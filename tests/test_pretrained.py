@@ -331,14 +331,16 @@ def test_only_models_of_transformers_are_saved_so(tmp_path, session):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.skipif(not (FOLDER / "transformers").is_dir(), reason=f"no transformers 4 in {FOLDER}")
 def test_all_of_this_with_transformers_4():
     code = (
         "import sys, pytest, transformers; assert transformers.__version__.startswith('4.'), transformers.__file__; "
-        "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', '-m', 'not slow', 'tests/test_pretrained.py', 'tests/test_lora.py']))"
+        "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', '-m', 'not slow', *sys.argv[1:]]))"
     )
     path = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER), str(ROOT)])}
-    found = subprocess.run([sys.executable, "-c", code], env=path, cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-c", code, "tests/test_pretrained.py", "tests/test_lora.py"]
+    found = subprocess.run(command, env=path, cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout[-5000:]
 
 
