@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -357,3 +358,40 @@ def test_the_scale_moves_as_torchs(scale: float, tracker: int, found: float) -> 
     assert (state.scale, state.growth_tracker) == (tensor.item(), good.item())
     assert inverse_of(scale) == torch.tensor(scale).double().reciprocal().float().item()
     assert from_dict(as_dict(state, 5.0)) == (state, 5.0)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("saved_after", [1, 3, 5])
+def test_a_resumed_run_goes_on_under_the_same_scale(tmp_path: Path, asynchronous: bool, saved_after: int) -> None:
+    """C2: scale, growth counter, and the scale that an asynchronous iteration still uses."""
+    torch.manual_seed(2)
+    batches = [(torch.randn(4, 6).half(), torch.randn(4, 2)) for _ in range(8)]
+    batches[2][0][0, 0] = torch.inf
+
+    def run(first: int, last: int, *, save: bool, load: bool) -> tuple[list[Any], Any, list[Tensor]]:
+        model = small()
+        with (
+            inline(workers=1 + load) as session,
+            rp.RoundPipe(
+                model, adamw(model), loss_fn=mse, num_microbatches=2, dtype=torch.float16, asynchronous=asynchronous,
+                grad_scaler=rp.GradScaler(2.0**16, growth_interval=2), plan="layers", session=session,
+            ) as pipe,
+        ):  # fmt: skip
+            if load:
+                pipe.load_checkpoint(tmp_path)
+            infos = []
+            for number in range(first, last):
+                pipe.forward_backward(*batches[number])
+                infos.append(pipe.step())
+                if save and number + 1 == saved_after:
+                    pipe.save_checkpoint(tmp_path)
+            steps = [(info.skipped, info.loss_scale, info.loss) for info in infos]
+            state = pipe.grad_scaler.state_dict()
+        return steps, state, [parameter.detach() for parameter in model.parameters()]
+
+    whole = run(0, 8, save=True, load=False)
+    rest = run(saved_after, 8, save=False, load=True)
+    assert any(skipped for skipped, _, _ in whole[0])
+    assert repr(rest[0]) == repr(whole[0][saved_after:])
+    assert rest[1] == whole[1]
+    assert all(torch.equal(a, b) for a, b in zip(rest[2], whole[2], strict=True))
