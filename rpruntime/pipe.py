@@ -496,6 +496,8 @@ class RoundPipe:
         Tensors are joined along the dim that was cut (`chunk_dims`), scalars averaged by rows, equal values kept.
         """
         self._start_of_call()
+        if self._labels_in_dict:
+            inputs, _ = take_labels(inputs, None, keep=False)
         cut = cut_call(
             inputs, None, num_microbatches=num_microbatches or self._num_microbatches, chunk_dims=self._chunk_dims
         )

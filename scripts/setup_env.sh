@@ -148,11 +148,11 @@ rp_install() {
     fi
     rp_say "installing rpruntime (editable) with its other packages and the test tools ..."
     rp_pip --editable '.[test,hf]' || return
-    # The other supported major version, for tests alone, where nothing else finds it; without it they are skipped.
+    # The other supported major version, for tests alone, where nothing else finds it.
     if [[ ! -d $RP_VENV/transformers4/transformers ]]; then
         rm -rf -- "$RP_VENV/transformers4"
         rp_say "installing transformers 4 in a folder of its own, for tests ..."
-        rp_pip --target "$RP_VENV/transformers4" 'transformers>=4.57,<5' || rm -rf -- "$RP_VENV/transformers4"
+        rp_pip --target "$RP_VENV/transformers4" 'transformers>=4.57,<5' || return
     fi
 }
 

@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import rpruntime as rp
 from tests.launching import LAUNCH, ROOT, Run
 from tests.leaks import no_leaks
-
-transformers = pytest.importorskip("transformers", reason="the example needs the extra hf")
-pytest.importorskip("tokenizers")
 
 EXAMPLE = ROOT / "examples" / "finetune.py"
 QUESTIONS = ROOT / "examples" / "questions.jsonl"

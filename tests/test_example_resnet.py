@@ -14,8 +14,6 @@ import torch
 from tests.launching import LAUNCH, ROOT, Run
 from tests.leaks import no_leaks
 
-pytest.importorskip("sklearn", reason="the pictures come with scikit-learn")
-
 EXAMPLE = ROOT / "examples" / "train_resnet.py"
 RESULT = re.compile(
     r"trained (?P<steps>\d+) steps in [\d.]+ s\n"

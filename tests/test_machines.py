@@ -270,6 +270,26 @@ def test_the_end_of_the_last_worker_without_a_replacement_ends_the_run():
     assert cluster.controller.ended
 
 
+def test_outputs_that_are_being_fetched_outlive_the_failure_of_another_call():
+    cluster = Cluster(2, 0)
+    cluster.load(make_spec(1, random.Random(0), 2, asynchronous=False, grain="stage"))
+    plan = ExecutionPlan.one_layer_a_stage(2)
+    trained = cluster.call(1, plan, [1.0])
+    fetched = cluster.call(1, plan, [1.0], True, True)
+    cluster.settle()
+    controller = cluster.controller
+    (output,) = controller.finished[fetched].outputs[0].extents()
+    cluster.failing.add(controller.machine._next_slot)
+    failed = cluster.call(1, plan, [1.0])
+    cluster.settle()
+    (failure,) = controller.failures
+    assert trained in failure.calls and failed in failure.calls and fetched not in failure.calls
+    assert output in cluster.memory.live
+    controller.handle(ev.OutputTakenEvent(fetched))
+    cluster.settle()
+    assert output not in cluster.memory.live
+
+
 def test_a_slot_that_ends_two_processes_is_blamed_once_with_the_first_cause():
     cluster = Cluster(2, 0)
     cluster.load(make_spec(1, random.Random(0), 2, asynchronous=False, grain="stage"))

@@ -15,8 +15,6 @@ from torch import nn
 
 import rpruntime as rp
 from tests.reference import inline, one_thread
-
-pytest.importorskip("transformers")
 from tests.tiny_models import FAMILIES, OTHERS, VERSION, batch, reference, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

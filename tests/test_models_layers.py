@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import rpruntime as rp
@@ -18,9 +19,7 @@ from rpruntime.models.layers import Block, Prelude, Tail
 from rpruntime.models.parts import layers_of
 from rpruntime.worker.outbox import Outbox
 from tests.reference import inline, one_thread
-
-transformers = pytest.importorskip("transformers")
-from tests.tiny_models import batch, reference, tiny  # noqa: E402
+from tests.tiny_models import batch, reference, tiny
 
 ROOT = Path(__file__).resolve().parent.parent
 seen: dict[str, list[Any]] = {}

@@ -340,7 +340,7 @@ def test_all_of_this_with_transformers_4():
     )
     path = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER), str(ROOT)])}
     command = [sys.executable, "-c", code, "tests/test_pretrained.py", "tests/test_lora.py"]
-    found = subprocess.run(command, env=path, cwd=ROOT, capture_output=True, text=True)
+    found = subprocess.run(command, env=path, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert found.returncode == 0, found.stdout[-5000:]
 
 

@@ -98,7 +98,10 @@ def float32(value: float) -> float:
     return rounded
 
 
-_SETTLING = (SlotCommittedMsg, StepDoneMsg, CancelledMsg, FencedMsg, RoleReadyMsg, OutputTakenEvent, ModelRemovedEvent)
+_SETTLING = (
+    SlotCommittedMsg, StepDoneMsg, CancelledMsg, FencedMsg, RoleReadyMsg, OutputTakenEvent, ModelRemovedEvent,
+    SaveOverEvent, RestoreEvent,
+)  # fmt: skip
 """After these a dead process's arena may have lost its last reader."""
 
 
@@ -114,6 +117,7 @@ class _Call:
     losses: dict[int, float] = field(default_factory=dict)
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     outputs: dict[int, Payload] = field(default_factory=dict)
+    finished: bool = False
 
 
 @dataclass
@@ -613,6 +617,7 @@ class ControllerMachine:
 
     def _finish_call(self, number: int, call: _Call) -> None:
         count = len(call.event.inputs)
+        call.finished = True
         self._out.append(
             FinishCall(
                 number,
@@ -793,7 +798,7 @@ class ControllerMachine:
             iteration = call.iteration
             first = model.iterations[iteration].calls[0]
             last = max(c for c, other in self._calls.items() if other.event.model == number)
-        calls = tuple(c for c in self._calls if first <= c <= last and self._calls[c].event.model == number)
+        calls = tuple(c for c in self._calls if first <= c <= last and self._can_fail(c, number))
         steps = () if iteration is None else tuple(step for step in model.steps if step >= iteration)
         self._out.append(ReportFailure(number, msg.call, len(call.event.inputs), msg.error, calls, steps))
         self._cancel(number, model, _Cancel(first, last, iteration))
@@ -841,9 +846,14 @@ class ControllerMachine:
         if model.cancel is not None and not model.cancel_waits_for:
             self._clear_cancelled(number, model, model.cancel)
 
+    def _can_fail(self, number: int, model: int) -> bool:
+        """Whether a call goes with a failed iteration: one of inference whose outputs are being fetched does not."""
+        call = self._calls[number]
+        return call.event.model == model and not (call.event.inference and call.finished)
+
     def _clear_cancelled(self, number: int, model: _Model, cancel: _Cancel) -> None:
         gone = range(cancel.first_call, cancel.last_call + 1)
-        calls = {c for c, call in self._calls.items() if call.event.model == number and c in gone}
+        calls = {c for c in self._calls if c in gone and self._can_fail(c, number)}
         self._drop_work(number, model, calls)
         if cancel.iteration is not None:
             self._rewind(number, model, cancel.iteration)

@@ -256,7 +256,7 @@ def replaced(folder: Path, stale: tuple[str, ...]) -> Iterator[Path]:
 
     What is in the old folder and not in the new one goes along, except files that match `stale`.
     """
-    folder = folder.absolute()
+    folder = folder.resolve()  # of a link, what it names is replaced
     folder.parent.mkdir(parents=True, exist_ok=True)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file, not a folder")
