@@ -120,7 +120,7 @@ from torch import nn
 
 class Rude(nn.Module):
     def forward(self, x):
-        if (x > 1e6).any():
+        if (x.abs() > 1e6).any():
             raise KeyboardInterrupt
         return x
 

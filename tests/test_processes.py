@@ -177,7 +177,7 @@ def test_a_killed_worker_is_named_with_its_signal(tmp_path):
     )
     run = run_script(script, "--devices", "cpu:2")
     assert run.returncode == 1
-    assert re.search(r"caught worker-\d .*\(SIGKILL\)", run.stdout), run.stdout
+    assert re.search(r"caught .* ended 2 processes .*worker-\d .*\(SIGKILL\)", run.stdout), run.stdout
     assert run.stdout.splitlines()[-1] == "True", "the parameters stay readable"
 
 
