@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import logging
 import os
 import pickle
 import random
@@ -38,10 +39,10 @@ from rpruntime.checkpoint_files import (
     writing_in,
 )
 from rpruntime.control import events as ev
-from rpruntime.errors import CheckpointError, ConfigError
+from rpruntime.errors import CheckpointError, ConfigError, SessionLost, WorkerDied
 from rpruntime.loading import put_bytes, put_tensor
 from rpruntime.optimizer.scaling import from_dict
-from rpruntime.optimizer.snapshots import GROUP, PREVIOUS, ROWS_A_MESSAGE, WEIGHT
+from rpruntime.optimizer.snapshots import PREVIOUS, ROWS_A_MESSAGE, WEIGHT
 from rpruntime.store.arena import Store, dtype_of, view
 from rpruntime.store.handle import MAX_INLINE_SKELETON_BYTES, Extent, Payload, TensorHandle
 from rpruntime.store.layout import optimizer_dtype
@@ -62,9 +63,12 @@ from rpruntime.wire.messages import (
 if TYPE_CHECKING:
     from rpruntime.pipe import RoundPipe
 
+log = logging.getLogger(__name__)
+
 MIN_ROOM_BYTES = 64 << 20
 """Copies of units may take this much at least, and up to half of what the machine has free."""
 SAY_INTERVAL_S = 2.0
+CHECK_INTERVAL_S = 0.5
 SHOWN_DIFFERENCES = 5
 
 
@@ -118,7 +122,7 @@ class _Save:
     number: int
     folder: Path
     keep: int | None
-    script: bytes
+    script: bytes = field(repr=False)
     """`script.pt`: what only the script has, as it was at the call."""
     handle: SaveHandle
     units: int
@@ -130,6 +134,8 @@ class _Save:
     inbox: deque[StateMsg] = field(default_factory=deque)
     arrived: int = 0
     """Units that have come whole."""
+    taken: bool = False
+    """Nothing of the session is needed any more."""
     failure: str = ""
 
 
@@ -197,19 +203,24 @@ class Checkpoints:
             seed = client.machine.seed(pipe._model)
             save.seed = pipe._package.spec.seed if seed is None else seed
             self._running[save.number] = save
+            with self._lock:
+                self._queue.append(save)
             return ev.SaveEvent(pipe._model, save.number, room)
 
         pipe._act(book)
-        with self._lock:
-            self._queue.append(save)
-            if self._thread is None and not self.inline:
-                # no daemon: a script that ends here ends with the checkpoint written
-                self._thread = threading.Thread(target=self._work, name="rpruntime-checkpoint", daemon=False)
-                self._thread.start()
+        self._start_writer()
         self.work_inline()
         if wait:
             handle.result()
         return handle
+
+    def _start_writer(self) -> None:
+        with self._lock:
+            if self._queue and self._thread is None and not self.inline:
+                # no daemon: a script that ends here ends with the checkpoint written
+                thread = threading.Thread(target=self._work, name="rpruntime-checkpoint", daemon=False)
+                thread.start()
+                self._thread = thread
 
     def _warn_scheduler(self) -> None:
         optimizer = self._pipe.optimizer
@@ -241,12 +252,28 @@ class Checkpoints:
                 name = why_not_picklable(values["registered"], "registered")
             raise CheckpointError(f"{name}: {err}; it cannot be saved") from err
 
-    def finish(self) -> None:
-        """Wait until every save is over."""
+    def finish(self, *, ending: bool = False) -> None:
+        """Wait until every save is over. `ending`: nothing more is computed, so one whose step is not done fails."""
+        self._start_writer()
         self.work_inline()
-        for save in list(self._running.values()):
-            if not self.inline:
-                save.handle._over.wait()
+        while True:
+            with self._client.lock:
+                running = list(self._running.values())
+                if ending and (self.inline or self._client.machine.unfinished_steps(self._pipe._model)):
+                    self.fail("the pipe was closed before its step was done")
+                elif self._pipe._broken is not None:
+                    self.fail(f"the run ended before its step was saved: {self._pipe._broken}")
+            self.work_inline()
+            if self.inline or not running:
+                return
+            running[0].handle._over.wait(CHECK_INTERVAL_S)
+
+    def fail(self, reason: str) -> None:
+        """Nothing comes any more: end the saves that have not got everything (under the client's lock)."""
+        for save in self._running.values():
+            if not save.failure and not self._is_whole(save):
+                save.failure = reason
+        self._client._changed.notify_all()
 
     def work_inline(self) -> None:
         """Without a thread: write what has come."""
@@ -258,11 +285,14 @@ class Checkpoints:
             self._write(self._queue.popleft())
 
     def _is_here(self, save: _Save) -> bool:
-        if save.failure or self._client._closed:
+        if save.failure or self._client._closed or self._client._broken is not None:
             return True
+        return self._is_whole(save)
+
+    def _is_whole(self, save: _Save) -> bool:
         machine, model = self._client.machine, self._pipe._model
         here = save.begun and save.arrived == save.units
-        return here and machine.saved_buffers(model, save.number) is not None
+        return save.taken or (here and machine.saved_buffers(model, save.number) is not None)
 
     # --- saving: the writer's part
 
@@ -273,7 +303,10 @@ class Checkpoints:
                     self._thread = None
                     return
                 save = self._queue.popleft()
-            self._write(save)
+            try:
+                self._write(save)
+            except BaseException:  # the handle has it; the saves after this one are written all the same
+                log.exception("in the writer of checkpoints")
 
     def _write(self, save: _Save) -> None:
         """Write a save, whatever happens: its handle has a path or an error after this."""
@@ -289,14 +322,19 @@ class Checkpoints:
                     raise
                 self._client.checkpoints[self._pipe.name] = str(handle._path)
                 if save.keep is not None:
-                    with contextlib.suppress(OSError):  # the next save tries again
+                    try:
                         prune(save.folder, save.keep, handle._path)
-        except Exception as err:
+                    except Exception as err:  # this one is complete; the next save tries again
+                        log.warning("older checkpoints in %s stay: %s", save.folder, explain(err, save.folder))
+        except BaseException as err:
             reason = str(err) if isinstance(err, CheckpointError) else explain(err, save.folder)
             handle._error = CheckpointError(f"{what} is not written: {reason}; training goes on")
             handle._error.__cause__ = err
             say(f"rpruntime: {handle._error}")
+            if not isinstance(err, Exception):
+                raise
         finally:
+            save.taken = True
             with contextlib.suppress(Exception):
                 self._client.do(ev.SaveOverEvent(self._pipe._model, save.number))
             with self._client.lock:
@@ -305,6 +343,9 @@ class Checkpoints:
 
     def _await(self, save: _Save, ready: Callable[[], bool], what: str) -> None:
         self._client.wait(lambda: bool(save.failure) or ready(), what)
+        self._check_failure(save)
+
+    def _check_failure(self, save: _Save) -> None:
         if save.failure:
             raise CheckpointError(save.failure)
 
@@ -321,6 +362,7 @@ class Checkpoints:
             self._write_unit(layout.units[parts[0].unit], parts, writer, values)
             client.send("optimizer", SnapshotWrittenMsg(model, save.number, parts[0].unit))
         with client.lock:
+            self._check_failure(save)  # else the machine holds what it is to write
             weights, previous = client.machine.saved_weights(model, save.number)
         for unit in layout.units:
             if not unit.trainable:
@@ -333,8 +375,10 @@ class Checkpoints:
             save, lambda: client.machine.saved_buffers(model, save.number) is not None, "the buffers of a checkpoint"
         )
         with client.lock:
+            self._check_failure(save)
             buffers = client.machine.saved_buffers(model, save.number)
         names = self._write_buffers(buffers or {}, writer)
+        save.taken = True
         client.do(ev.SaveOverEvent(model, save.number))  # nothing of the session is read from here on
         writer.write_bytes("optimizer.pt", _to_bytes(values))
         writer.write_bytes("script.pt", save.script)
@@ -407,7 +451,6 @@ class Checkpoints:
         script, values = reader.objects("script.pt"), reader.objects("optimizer.pt")
         self._check_registered(reader.path, [kind for kind, _ in script["registered"]])
         self._settle()
-        self._load_registered(reader.path, [state for _, state in script["registered"]])
         meta, pipe = reader.meta, self._pipe
         whole = pipe.optimizer is not None
         previous = bool(meta["asynchronous"] and pipe._asynchronous) and any(
@@ -445,6 +488,7 @@ class Checkpoints:
             step=meta["step"],
             seed=meta["seed"],
             scaler=meta["scaler"],
+            before=lambda: self._load_registered(reader.path, [state for _, state in script["registered"]]),
         )
         for group, saved in zip(pipe.optimizer.param_groups if pipe.optimizer else (), script["groups"], strict=False):
             for name, value in saved.items():
@@ -502,9 +546,11 @@ class Checkpoints:
         try:
             for thing, state in zip(self._registered, states, strict=True):
                 thing.load_state_dict(state)
-        except Exception as err:
+        except BaseException as err:
             for thing, state in zip(self._registered, before, strict=True):
                 thing.load_state_dict(state)
+            if not isinstance(err, Exception):
+                raise
             raise CheckpointError(
                 f"a registered {type(thing).__name__} does not take its state from {path}: {type(err).__name__}: {err}"
             ) from err
@@ -543,10 +589,12 @@ class Checkpoints:
         with self._client.lock:
             found = self._client.machine.newest_buffers(pipe._model)
         buffers = {position: pipe._decode(payload) for position, payload in found.items()}
+        names = {id(tensor): name for name, tensor in own.items() if name in state}
         for position, values in buffers.items():
+            mine = _buffers_of(layout.layers[position])
             for local, old in values.items():
-                name = f"{layout.names[position]}.{local}"
-                if name in own and name in state and old is not None:
+                name = names.get(id(mine.get(local)))  # a layer may be a wrapper: its names are not the model's
+                if name is not None and old is not None:
                     values[local] = state[name].detach().to(old.dtype)
         self._install(rows_of, buffers, whole=False, previous=False, step=None, seed=None, scaler=None)
         return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
@@ -561,6 +609,7 @@ class Checkpoints:
             pipe.zero_grad()
         pipe._wait(lambda: not self._client.machine.unfinished_steps(pipe._model), "the steps issued")
         pipe._raise_failure()
+        self.work_inline()
 
     def _install(
         self,
@@ -572,17 +621,29 @@ class Checkpoints:
         step: int | None,
         seed: int | None,
         scaler: dict[str, Any] | None,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open an iteration with these weights and buffers."""
+        """Open an iteration with these weights and buffers; `before` is called once there is room for the buffers."""
         pipe, client = self._pipe, self._client
         grad_scaler = pipe.grad_scaler if pipe.grad_scaler is not None and pipe.grad_scaler.is_enabled() else None
         if grad_scaler is not None and scaler is None:
             scaler = grad_scaler.state_dict()
+        placed: list[TensorHandle] = []
         payloads = []
-        for position, values in buffers.items():
-            skeleton, tensors = take_apart(values)
-            handles = tuple(put_tensor(client, tensor) for tensor in tensors)
-            payloads.append((position, Payload(skeleton, handles, (False,) * len(handles))))
+        try:
+            for position, values in buffers.items():
+                skeleton, tensors = take_apart(values)
+                first = len(placed)
+                for tensor in tensors:
+                    placed.append(put_tensor(client, tensor))
+                handles = tuple(placed[first:])
+                payloads.append((position, Payload(skeleton, handles, (False,) * len(handles))))
+            before()
+        except BaseException:  # nothing has changed
+            for handle in placed:
+                client.arena.free(handle.extent)
+            raise
+        self._frozen.clear()  # their files hold what is replaced now
         call = client.new_call(pipe._model)
         client.forget_call(call)
         with client.lock:
@@ -603,11 +664,16 @@ class Checkpoints:
                     told = time.monotonic()
                     pipe._say(f"loading, unit {unit.index + 1} of {len(pipe._layout.units)}, {told - began:.0f} s")
         except BaseException as err:
-            if pipe._broken is None:
+            lost = isinstance(err, WorkerDied | SessionLost)
+            if pipe._broken is None and lost:
+                pipe._broken = err
+            elif pipe._broken is None:
                 pipe._broken = CheckpointError(
                     f"loading ended half-way ({type(err).__name__}: {err}), the weights are mixed: make a new RoundPipe"
                 )
                 pipe._broken.__cause__ = err
+            if lost or err is pipe._broken or not isinstance(err, Exception):
+                raise
             raise pipe._broken from err
         if grad_scaler is not None and scaler is not None:
             grad_scaler._state, grad_scaler._previous_scale = from_dict(scaler)
@@ -709,10 +775,17 @@ def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
 def _buffer_names(pipe: RoundPipe) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, layer in zip(pipe._layout.names, pipe._layout.layers, strict=True):
-        for prefix, module in layer.named_modules():
-            for local in module._buffers:
-                found.setdefault(name, []).append(f"{prefix}.{local}" if prefix else local)
+        if names := list(_buffers_of(layer)):
+            found.setdefault(name, []).extend(names)
     return found
+
+
+def _buffers_of(layer: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    return {
+        f"{prefix}.{local}" if prefix else local: buffer
+        for prefix, module in layer.named_modules()
+        for local, buffer in module._buffers.items()
+    }
 
 
 def _to_bytes(value: Any) -> bytes:
@@ -742,6 +815,3 @@ def _set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_initialized() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
-
-
-__all__ = ["GROUP", "CheckpointInfo", "Checkpoints", "SaveHandle", "read_rows"]

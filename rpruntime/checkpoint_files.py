@@ -36,6 +36,10 @@ FORMAT = 1
 META = "checkpoint.json"
 _NAME = re.compile(r"step-(\d+)|\.step-(\d+)\.(partial|old)")
 _CHUNK_BYTES = 16 << 20
+_MALFORMED = (KeyError, TypeError, AttributeError, ValueError, IndexError)
+"""What reading entries raises where `checkpoint.json` is JSON but not as it was written."""
+_STARTED = time.time()
+"""Before it, this run wrote nothing."""
 _SAFETENSORS_DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
@@ -108,15 +112,24 @@ def read_meta(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not complete: it has no {META}") from err
     except (OSError, ValueError, AssertionError) as err:
         raise CheckpointError(f"{path / META} cannot be read: {err}") from err
-    if meta.get("format") != FORMAT:
-        return {"date": 0.0, "files": {}, **meta}  # refused when it is loaded, with the reason
-    for name, entry in meta["files"].items():
-        file = path / name
-        size = file.stat().st_size if file.is_file() else -1
-        if size != entry["bytes"]:
-            what = "is missing" if size < 0 else f"is {size} bytes long instead of {entry['bytes']}"
-            raise CheckpointError(f"{path} is damaged: {name} {what}")
+    if meta.get("format") != FORMAT:  # refused when it is loaded, with the reason
+        date = meta.get("date")
+        return {**meta, "date": date if isinstance(date, int | float) else 0.0, "files": {}}
+    try:
+        float(meta["date"]), int(meta["step"])
+        for name, entry in meta["files"].items():
+            file = path / name
+            size = file.stat().st_size if file.is_file() else -1
+            if size != entry["bytes"]:
+                what = "is missing" if size < 0 else f"is {size} bytes long instead of {entry['bytes']}"
+                raise CheckpointError(f"{path} is damaged: {name} {what}")
+    except _MALFORMED as err:
+        raise _malformed(path, err) from err
     return meta
+
+
+def _malformed(path: Path, err: Exception) -> CheckpointError:
+    return CheckpointError(f"{path / META} cannot be read: {type(err).__name__}: {err}")
 
 
 def at(moment: str) -> None:
@@ -251,15 +264,22 @@ class CheckpointWriter:
 
 
 def prune(folder: Path, keep: int, newest: Path) -> None:
-    """Keep so many complete checkpoints, `newest` among them, and remove what older removals have left."""
-    complete = [entry.path for entry in list_checkpoints(folder) if entry.complete and entry.path != newest]
-    for path in [path for path in complete[: len(complete) + 1 - keep] if not path.name.startswith(".")]:
+    """Keep so many complete checkpoints, `newest` among them; remove what older removals and killed runs have left.
+
+    Call it within `writing_in`.
+    """
+    found = [entry for entry in list_checkpoints(folder) if not entry.path.name.startswith(".")]
+    complete = [entry.path for entry in found if entry.complete and entry.path != newest]
+    for path in complete[: max(0, len(complete) + 1 - keep)]:
         doomed = folder / f".{path.name}.old"
         shutil.rmtree(doomed, ignore_errors=True)
         path.rename(doomed)
         at("renamed a doomed one")
     for path in folder.glob(".step-*.old"):
         shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob(".step-*.partial"):
+        if path.stat().st_mtime < _STARTED:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _sync(folder: Path) -> None:
@@ -301,10 +321,13 @@ class CheckpointReader:
             )
         self._places: dict[Place, tuple[str, str]] = {}
         self._files: dict[str, Any] = {}
-        for name, entry in self.meta["files"].items():
-            self._check(name, entry)
-            for key, tensor in entry.get("tensors", {}).items():
-                self._places[tuple(tensor["place"])] = (name, key)
+        try:
+            for name, entry in self.meta["files"].items():
+                self._check(name, entry)
+                for key, tensor in entry.get("tensors", {}).items():
+                    self._places[tuple(tensor["place"])] = (name, key)
+        except _MALFORMED as err:
+            raise _malformed(path, err) from err
 
     def _check(self, name: str, entry: dict[str, Any]) -> None:
         crc = 0

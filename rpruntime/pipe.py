@@ -792,7 +792,7 @@ class RoundPipe:
             for pending in [*self._losses.values(), *(info for info, _, _ in self._steps.values())]:
                 pending._cancel(lambda: RoundPipeError("cancelled: the pipe was closed while this was running"))
             try:
-                self._checkpoints.finish()
+                self._checkpoints.finish(ending=True)
             finally:
                 with contextlib.suppress(RoundPipeError):  # the session is gone, and the model with it
                     self._client.do(ev.ModelRemovedEvent(self._model))
@@ -859,6 +859,7 @@ class RoundPipe:
                 *(info for info, _, _ in self._steps.values()),
             ]:
                 pending._cancel(lambda: broken)
+            self._checkpoints.fail(f"the run ended before its step was saved: {broken}")
 
     def _on_call_finished(self, msg: ev.FinishCall) -> None:
         loss = self._losses.pop(msg.call)

@@ -346,10 +346,6 @@ class ControllerMachine:
             found[position] = announced[0].payload
         return found
 
-    def is_saving(self, model: int, save: int) -> bool:
-        """Whether a save holds what it is to write."""
-        return model in self._models and save in self._models[model].saves
-
     def saved_weights(self, model: int, save: int) -> tuple[dict[int, Extent], dict[int, Extent]]:
         """Of a save whose units are copied: each unit's master copy, and the one that the next iteration reads (none,
         if it is the same version)."""
