@@ -328,7 +328,8 @@ class Checkpoints:
                         log.warning("older checkpoints in %s stay: %s", save.folder, explain(err, save.folder))
         except BaseException as err:
             reason = str(err) if isinstance(err, CheckpointError) else explain(err, save.folder)
-            handle._error = CheckpointError(f"{what} is not written: {reason}; training goes on")
+            over = self._client._closed or (self._client._broken or self._pipe._broken) is not None
+            handle._error = CheckpointError(f"{what} is not written: {reason}{'' if over else '; training goes on'}")
             handle._error.__cause__ = err
             say(f"rpruntime: {handle._error}")
             if not isinstance(err, Exception):

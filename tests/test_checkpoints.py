@@ -10,6 +10,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -391,9 +392,69 @@ def test_a_registered_object_that_refuses_its_state_changes_nothing(tmp_path):
         pipe.close()
 
 
-def test_what_cannot_be_saved_is_said_at_the_call(tmp_path):
-    import threading
+def test_no_room_for_buffers_changes_nothing(tmp_path, monkeypatch):
+    with one_thread(), inline() as session:
+        built = build()
+        pipe = wrap(session, built)
+        train(pipe, built, 1)
+        pipe.save_checkpoint(tmp_path)
+        train(pipe, built, 2)
+        before = everything(pipe, built)
+        allocate, asked = pipe._client.arena.allocate_tensor, []
 
+        def no_room(*what: Any) -> Any:
+            asked.append(what)
+            if len(asked) > 2:
+                raise rp.HostMemoryError("no memory left")
+            return allocate(*what)
+
+        used = pipe._client.machine.step_number(pipe._model)
+        monkeypatch.setattr(pipe._client.arena, "allocate_tensor", no_room)
+        with pytest.raises(rp.HostMemoryError):
+            pipe.load_checkpoint(tmp_path)
+        monkeypatch.undo()
+        assert everything(pipe, built) == before and used == pipe._client.machine.step_number(pipe._model)
+        train(pipe, built, 1)
+        pipe.load_checkpoint(tmp_path)
+        assert built[2].last_epoch == 1
+        pipe.close()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, rp.WorkerDied, rp.SessionLost, ValueError])
+def test_what_ends_a_load_half_way_keeps_its_type(tmp_path, monkeypatch, error):
+    with one_thread(), inline() as session:
+        built = build()
+        pipe = wrap(session, built)
+        pipe.save_checkpoint(tmp_path, wait=True)
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise error("x")
+
+        monkeypatch.setattr(pipe._checkpoints, "_restore_unit", fail)
+        with pytest.raises(rp.CheckpointError if error is ValueError else error):
+            pipe.load_checkpoint(tmp_path)
+        kept = error if issubclass(error, rp.RoundPipeError) else rp.CheckpointError
+        with pytest.raises(kept):
+            pipe.forward_backward(torch.randn(6, 6), torch.randn(6, 2))
+        with pytest.raises(kept):
+            pipe.close()
+
+
+def test_buffers_of_wrapped_layers_are_replaced_by_name():
+    from tests.tiny_models import tiny
+
+    model = tiny("llama")
+    model.model.layers[1].mlp.register_buffer("seen", torch.zeros(3))
+    with one_thread(), inline() as session:
+        with rp.RoundPipe(model, None, num_microbatches=1, session=session) as pipe:
+            pipe.synchronize()
+            state = {name: value.clone() for name, value in model.state_dict().items()}
+            state["model.layers.1.mlp.seen"] = torch.arange(3.0)
+            pipe.load_state_dict(state)
+            assert model.model.layers[1].mlp.seen.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_what_cannot_be_saved_is_said_at_the_call(tmp_path):
     with inline() as session:
         built = build()
         pipe = wrap(session, built)
@@ -520,6 +581,182 @@ def test_a_save_that_has_no_room_for_a_copy_fails_alone(tmp_path, monkeypatch):
         monkeypatch.undo()
         train(pipe, built, 1)
         pipe.save_checkpoint(tmp_path, wait=True)
+        pipe.close()
+
+
+def fake_checkpoint(folder: Path, step: int, keep: int) -> None:
+    writer = CheckpointWriter(folder, step, lambda nbytes: None)
+    checkpoint_files.prune(folder, keep, writer.finish({}))
+
+
+@pytest.mark.parametrize("keep", [1, 4, 6])
+def test_so_many_are_kept_as_were_asked_for(tmp_path, keep):
+    for step in range(1, 9):
+        fake_checkpoint(tmp_path, step, keep)
+        assert [entry.step for entry in list_checkpoints(tmp_path)] == list(range(1, step + 1))[-keep:]
+
+
+def test_what_killed_runs_have_left_goes_and_what_this_run_writes_stays(tmp_path):
+    for name in (".step-1.partial", ".step-2.partial"):
+        (tmp_path / name).mkdir()
+    os.utime(tmp_path / ".step-1.partial", (1e9, 1e9))
+    fake_checkpoint(tmp_path, 3, 1)
+    assert sorted(os.listdir(tmp_path)) == [".step-2.partial", "step-3"]
+
+
+@pytest.mark.parametrize(
+    "meta", [{"format": 1}, {"format": 1, "date": 1.0, "step": 1, "files": {"x": 3}}, {"format": 2, "date": "x"}, [1]]
+)
+def test_a_malformed_one_hides_no_other(tmp_path, meta, capsys):
+    fake_checkpoint(tmp_path, 1, 4)
+    (tmp_path / "step-2").mkdir()
+    (tmp_path / "step-2" / "checkpoint.json").write_text(json.dumps(meta))
+    with pytest.raises(rp.CheckpointError, match=r"cannot be read|format 2"):
+        CheckpointReader(tmp_path / "step-2")
+    assert {entry.step for entry in list_checkpoints(tmp_path)} == {1, 2}
+    assert checkpoint_files.find_checkpoint(tmp_path)[0].name == "step-1"
+    assert rpctl.main(["checkpoint", str(tmp_path)]) == 0
+
+
+def test_older_ones_that_cannot_be_removed_fail_no_save(tmp_path, monkeypatch):
+    def broken(*_: Any) -> None:
+        raise KeyError("date")
+
+    with one_thread(), inline() as session:
+        pipe = wrap(session, build())
+        monkeypatch.setattr("rpruntime.checkpoint.prune", broken)
+        assert pipe.save_checkpoint(tmp_path, keep=1, wait=True).result() == str(tmp_path / "step-0")
+        pipe.close()
+
+
+def test_frozen_weights_that_were_loaded_are_written_anew(tmp_path):
+    with one_thread(), inline() as session:
+        built = build()
+        pipe = wrap(session, built)
+        pipe.save_checkpoint(tmp_path / "a", wait=True)
+        pipe.load_state_dict({"0.bias": torch.full((12,), 2.0)}, strict=False)
+        pipe.save_checkpoint(tmp_path / "b", wait=True)
+        for folder, expected in (("a", None), ("b", 2.0)):
+            found = CheckpointReader(tmp_path / folder / "step-0").tensor(("weight", "0.bias", ""))
+            assert bool((found == 2.0).all()) == (expected is not None)
+        pipe.load_checkpoint(tmp_path / "a")
+        pipe.save_checkpoint(tmp_path / "c", wait=True)
+        found = CheckpointReader(tmp_path / "c" / "step-0").tensor(("weight", "0.bias", ""))
+        assert not bool((found == 2.0).all())
+        pipe.close()
+
+
+class FailingSGD(torch.optim.SGD):
+    """Raises in its second step."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            if group["k"] > 1:
+                raise ValueError("no step for you")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_no_save_waits_for_a_step_that_an_optimizer_refused(tmp_path, threaded):
+    with one_thread(), inline() as session:
+        model = nn.Sequential(nn.Linear(2, 1))
+        optimizer = FailingSGD(model.parameters(), lr=0.1)
+        pipe = rp.RoundPipe(model, optimizer, loss_fn=nn.functional.mse_loss, num_microbatches=1, session=session)
+        pipe.forward_backward(torch.ones(2, 2), torch.ones(2, 1))
+        pipe.step()
+        pipe.save_checkpoint(tmp_path, wait=True)
+        session.paused = True
+        pipe.forward_backward(torch.ones(2, 2), torch.ones(2, 1))
+        pipe.step()
+        saves = [pipe.save_checkpoint(tmp_path) for _ in range(2)]
+        if threaded:  # what waits is a thread, as in a session of processes
+            waits = pipe._client.wait
+            pipe._client.wait = lambda ready, what, timeout_s=None: [waits, wait_outside][
+                threading.current_thread().name == "rpruntime-checkpoint"
+            ](ready, what, timeout_s)
+
+            def wait_outside(ready: Any, what: str, timeout_s: Any) -> bool:
+                with pipe._client._changed:
+                    return bool(pipe._client._changed.wait_for(ready, 30.0))
+
+            pipe._checkpoints.inline = False
+            pipe._checkpoints._start_writer()
+        session.paused = False
+        with pytest.raises(ValueError, match="no step for you"):
+            pipe.synchronize()
+        for save in saves:
+            with pytest.raises(rp.CheckpointError, match=r"step-2.*no step for you"):
+                save.result(20.0)
+        with pytest.raises(ValueError, match="no step for you"):
+            pipe.close()
+        assert os.listdir(tmp_path) == ["step-1"]
+
+
+def test_a_save_ends_when_the_session_breaks_and_when_its_pipe_is_closed(tmp_path, monkeypatch):
+    monkeypatch.setattr("rpruntime.pipe.ABANDON_TIMEOUT_S", 0.1)
+    with one_thread(), inline() as session:
+        built = build()
+        pipe = wrap(session, built)
+        session.paused = True
+        pipe.forward_backward(torch.randn(6, 6), torch.randn(6, 2))
+        pipe.step()
+        handle = pipe.save_checkpoint(tmp_path)
+        assert not handle.done()
+        pipe._client._broken = rp.WorkerDied("the optimizer died")
+        with pytest.raises(rp.CheckpointError, match="the optimizer died"):
+            handle.result()
+        pipe._client._broken = None
+        handle = pipe.save_checkpoint(tmp_path)
+        pipe._end()
+        with pytest.raises(rp.CheckpointError, match=r"closed before its step|before it failed"):
+            handle.result()
+        assert os.listdir(tmp_path) == []
+        session.paused = False
+        pipe._client._drive()
+
+
+def test_a_dropped_save_says_why_wherever_it_is(tmp_path, monkeypatch):
+    from rpruntime.checkpoint import Checkpoints
+
+    with one_thread(), inline() as session:
+        built = build()
+        pipe = wrap(session, built)
+        write = Checkpoints._write_unit
+
+        def dropped(self: Any, *rest: Any) -> None:
+            write(self, *rest)
+            for number in list(self._running):
+                pipe._client.machine._models[pipe._model].saves.pop(number, None)
+                self._running[number].failure = "a call before it failed"
+
+        monkeypatch.setattr(Checkpoints, "_write_unit", dropped)
+        monkeypatch.setattr(Checkpoints, "_await", lambda self, save, ready, what: None)
+        with pytest.raises(rp.CheckpointError, match="a call before it failed"):
+            pipe.save_checkpoint(tmp_path, wait=True)
+        pipe.close()
+
+
+def test_an_interrupted_writer_does_not_take_later_saves_with_it(tmp_path, monkeypatch):
+    with one_thread(), inline() as session:
+        built = build()
+        pipe = wrap(session, built)
+        write = CheckpointWriter._write
+
+        def interrupted(self: Any, name: str, chunks: Any) -> None:
+            raise SystemExit
+
+        monkeypatch.setattr(CheckpointWriter, "_write", interrupted)
+        saves = pipe._checkpoints
+        with pytest.raises(SystemExit):
+            pipe.save_checkpoint(tmp_path)
+        saves.inline = False
+        handle = pipe.save_checkpoint(tmp_path)
+        with pytest.raises(rp.CheckpointError, match="SystemExit"):
+            handle.result(20.0)
+        saves.finish()
+        monkeypatch.setattr(CheckpointWriter, "_write", write)
+        assert pipe.save_checkpoint(tmp_path).result(20.0) == str(tmp_path / "step-0")
         pipe.close()
 
 
