@@ -51,7 +51,7 @@ def check_model(model: Any) -> None:
         )
     if hasattr(model, "_orig_mod"):
         raise ConfigError(
-            "pass the model as it was before torch.compile (model._orig_mod); RoundPipe(compile=...) compiles layers"
+            "pass the model as it was before torch.compile (model._orig_mod); compiled layers are not supported yet"
         )
     if isinstance(model, nn.Sequential):
         _check_sequential(model)

@@ -404,11 +404,17 @@ def _weights(labels: list[Any], rows: list[int], loss_weight: Callable[[Any], An
     if loss_weight is None:
         return [float(n) for n in rows]
     if all(label is None for label in labels):
-        raise ConfigError("loss_weight is called with the labels, but the call has none: pass labels")
+        raise ConfigError(
+            "the call has no labels, and the loss weighs micro-batches by them: pass labels, for a causal LM as the "
+            "entry 'labels' of the batch"
+        )
     what = "loss_weight(labels) of micro-batch"
     weights = [_number(loss_weight(label), f"{what} {m}") for m, label in enumerate(labels)]
     if not any(weights):
-        raise ConfigError("loss_weight(labels) is 0 for every micro-batch: the call has no loss")
+        raise ConfigError(
+            "no label of the batch counts (all are ignored, -100 for a causal LM; loss_weight is 0 for every "
+            "micro-batch), so the call has no loss: leave such batches out"
+        )
     return weights
 
 

@@ -134,8 +134,9 @@ class RoundPipe:
         self.grad_scaler = choose_scaler(grad_scaler, layout)
         if optimizer is not None and not any(unit.trainable for unit in layout.units):
             raise ConfigError(
-                "the optimizer has nothing to train: no parameter of its groups requires a gradient; set requires_grad "
-                "before wrapping the model, or pass optimizer=None to evaluate only"
+                "the optimizer has nothing to train: no parameter of its groups requires a gradient; make it after the "
+                "adapters (peft.get_peft_model, or PeftModel.from_pretrained with is_trainable=True), or set "
+                "requires_grad before wrapping the model, or pass optimizer=None to evaluate only"
             )
         session = sessions.current() if session is None else session
         self._client: Client = client_of(session)
@@ -531,6 +532,8 @@ class RoundPipe:
         self, batches: Iterable[Any], max_batches: int | None, running: deque[tuple[Loss, int]]
     ) -> EvalResult:
         finished: list[ev.FinishCall] = []
+        if isinstance(batches, Mapping):
+            raise ConfigError("evaluate takes an iterable of batches: for one batch, evaluate([batch])")
         for number, batch in enumerate(batches):
             if max_batches is not None and number >= max_batches:
                 break

@@ -325,3 +325,11 @@ def test_auto_devices_count_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
             rp.init(devices="auto")
         with pytest.raises(rp.ConfigError, match=r"devices='auto'.*cpu:3"):
             rp.init("auto")
+
+
+def test_evaluate_of_one_batch_says_what_to_write() -> None:
+    with inline(workers=1) as session:
+        model = nn.Sequential(nn.Linear(2, 1))
+        pipe = rp.RoundPipe(model, loss_fn=nn.functional.mse_loss, session=session)
+        with pytest.raises(rp.ConfigError, match=r"evaluate\(\[batch\]\)"):
+            pipe.evaluate({"x": torch.ones(2, 2)})

@@ -199,7 +199,7 @@ class Prelude(Wrapper):
         if head and not self._head_accepts("logits_to_keep"):
             head = None  # then all logits are computed
         if labels is not None and not self._takes_labels:
-            raise ConfigError("labels are an argument of forward_backward or part of its dict, not of the model here")
+            raise ConfigError("leave the labels out here: they belong to forward_backward and evaluate")
         self._refuse(kwargs)
         if self._accepts("use_cache"):
             kwargs["use_cache"] = False
