@@ -536,6 +536,8 @@ class Checkpoints:
 
     def _check_registered(self, path: Path, kinds: list[str]) -> None:
         mine = [type(thing).__qualname__ for thing in self._registered]
+        if self._pipe.optimizer is None and not mine:
+            return  # it takes weights and buffers alone
         if mine != kinds:
             raise CheckpointError(
                 f"{path} was saved with these registered objects: {', '.join(kinds) or 'none'}; here are "
@@ -543,6 +545,8 @@ class Checkpoints:
             )
 
     def _load_registered(self, path: Path, states: list[Any]) -> None:
+        if not self._registered:
+            return
         before = [_from_bytes(_to_bytes(thing.state_dict())) for thing in self._registered]
         try:
             for thing, state in zip(self._registered, states, strict=True):

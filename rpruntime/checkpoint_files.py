@@ -170,6 +170,8 @@ class CheckpointWriter:
         self._progress = progress
         self._written = 0
         self.files: dict[str, dict[str, Any]] = {}
+        if self.path.exists() and not (self.path / META).exists():
+            raise CheckpointError(f"{self.path} is there already and is no checkpoint")
         shutil.rmtree(self._partial, ignore_errors=True)
         self._partial.mkdir()
         at("begun")

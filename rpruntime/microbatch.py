@@ -71,6 +71,7 @@ def cut_call(
     chunk_dims: ChunkDims | None = None,
     loss_weight: Callable[[Any], Any] | None = None,
     num_items: float | Tensor | None = None,
+    may_be_zero: bool = False,
 ) -> CutCall:
     """Cut a call into micro-batches of views.
 
@@ -87,6 +88,7 @@ def cut_call(
             names, positions, and "labels". The rows are looked for along the same dims.
         loss_weight: called once per micro-batch with its labels; a number or 0-d tensor, 0 or more.
         num_items: the divisor of the whole, instead of this call's sum of weights (or rows).
+        may_be_zero: a batch of which nothing counts is no error; its coefficients mean nothing.
 
     Raises:
         ConfigError: a tensor's size does not fit the rows (names it and the `chunk_dims` to write), no rows,
@@ -123,7 +125,7 @@ def cut_call(
             calls = call.cut(_Cutter(total, source, num, dims))
             rows = [total // num + (m < total % num) for m in range(num)]
     parts = [call.labels for call in calls]
-    weights = _weights(parts, rows, loss_weight)
+    weights = _weights(parts, rows, loss_weight, may_be_zero=may_be_zero)
     return CutCall(
         args=[call.args for call in calls],
         kwargs=[call.kwargs for call in calls],
@@ -400,7 +402,9 @@ def _check_chunk_dims(dims: ChunkDims, calls: list[_Call]) -> None:
 # ---- weighing
 
 
-def _weights(labels: list[Any], rows: list[int], loss_weight: Callable[[Any], Any] | None) -> list[float]:
+def _weights(
+    labels: list[Any], rows: list[int], loss_weight: Callable[[Any], Any] | None, *, may_be_zero: bool
+) -> list[float]:
     if loss_weight is None:
         return [float(n) for n in rows]
     if all(label is None for label in labels):
@@ -410,7 +414,7 @@ def _weights(labels: list[Any], rows: list[int], loss_weight: Callable[[Any], An
         )
     what = "loss_weight(labels) of micro-batch"
     weights = [_number(loss_weight(label), f"{what} {m}") for m, label in enumerate(labels)]
-    if not any(weights):
+    if not any(weights) and not may_be_zero:
         raise ConfigError(
             "no label of the batch counts (all are ignored, -100 for a causal LM; loss_weight is 0 for every "
             "micro-batch), so the call has no loss: leave such batches out"

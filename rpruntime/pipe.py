@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import math
 import os
 import weakref
 from collections import deque
@@ -146,7 +147,7 @@ class RoundPipe:
         self._tuner = Tuner(len(layout.layers), len(session.worker_roles), memory, fixed)
         self._quiet = bool(session.config.get("quiet"))
         self._said: set[str] = set()
-        self._replace_older_pipe()
+        self._replace_older_pipe(set(map(id, layout.parameters.values())))
         self._layout: ModelLayout = layout
         self._losses: dict[int, Loss] = {}
         self._steps: dict[int, tuple[StepInfo, tuple[int, ...], tuple[float, ...]]] = {}
@@ -181,7 +182,7 @@ class RoundPipe:
             if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
                 raise ConfigError(f"{setting} must be a floating torch dtype such as torch.bfloat16, not {value!r}")
 
-    def _replace_older_pipe(self) -> None:
+    def _replace_older_pipe(self, ids: set[int]) -> None:
         pipes: weakref.WeakValueDictionary[str, RoundPipe] = self._client.pipes
         older = pipes.get(self.name)
         if older is not None and not older._closed:
@@ -191,6 +192,12 @@ class RoundPipe:
             except Exception:
                 if older._broken is None:  # else it has been raised before
                     raise
+        for other in list(pipes.values()):
+            if not other._closed and not ids.isdisjoint(map(id, other._layout.parameters.values())):
+                raise ConfigError(
+                    f"pipe {other.name!r} has parameters of this model already, and both would write them back at "
+                    "their end: close it first, or use it for both"
+                )
         pipes[self.name] = self
 
     def _load(
@@ -276,6 +283,8 @@ class RoundPipe:
         if not self.model.training:
             self._say_once("the model is in eval mode while training: call model.train() if that is not meant")
         self._check_parameters()
+        if not isinstance(scale, int | float) or not math.isfinite(scale):
+            raise ConfigError(f"scale must be a finite number, not {scale!r}")
         inputs, labels = self._take_labels(inputs, labels)
         cut = cut_call(
             inputs,
@@ -546,7 +555,10 @@ class RoundPipe:
                 num_microbatches=self._num_microbatches,
                 chunk_dims=self._chunk_dims,
                 loss_weight=self._loss_weight,
+                may_be_zero=True,
             )
+            if not any(cut.weights):
+                continue
             running.append(self._start_inference(cut, has_labels=labels is not None, wants_output=False))
             if len(running) > EVALUATED_AHEAD:
                 finished.append(self._end_inference(*running.popleft()))

@@ -333,3 +333,29 @@ def test_evaluate_of_one_batch_says_what_to_write() -> None:
         pipe = rp.RoundPipe(model, loss_fn=nn.functional.mse_loss, session=session)
         with pytest.raises(rp.ConfigError, match=r"evaluate\(\[batch\]\)"):
             pipe.evaluate({"x": torch.ones(2, 2)})
+
+
+def test_a_batch_of_which_no_label_counts_is_left_out_of_an_evaluation_and_refused_in_training() -> None:
+    def weight(labels: Tensor) -> Tensor:
+        return (labels != -100).sum()
+
+    def loss_fn(out: Tensor, labels: Tensor) -> Tensor:
+        return ((out - labels) ** 2)[labels != -100].mean()
+
+    with inline(workers=1) as session:
+        model = nn.Sequential(nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        pipe = rp.RoundPipe(
+            model, optimizer, loss_fn=loss_fn, loss_weight=weight, num_microbatches=2, session=session
+        )  # fmt: skip
+        x, good, ignored = torch.ones(4, 2), torch.zeros(4, 1), torch.full((4, 1), -100.0)
+        alone, both = pipe.evaluate([(x, good)]), pipe.evaluate([(x, ignored), (x, good)])
+        assert (both.loss, both.num_items) == (alone.loss, 4)
+        pipe.forward_backward(x, good)
+        with pytest.raises(rp.ConfigError, match="no label of the batch counts"):
+            pipe.forward_backward(x, ignored)
+        with pytest.raises(rp.ConfigError, match="scale must be a finite number"):
+            pipe.forward_backward(x, good, scale=float("nan"))
+        with pytest.raises(rp.ConfigError, match="'default' has parameters of this model already"):
+            rp.RoundPipe(model, loss_fn=loss_fn, name="other", session=session)
+        pipe.step()
