@@ -115,6 +115,8 @@ def read_meta(path: Path) -> dict[str, Any]:
     if meta.get("format") != FORMAT:  # refused when it is loaded, with the reason
         date = meta.get("date")
         return {**meta, "date": date if isinstance(date, int | float) else 0.0, "files": {}}
+    if meta.get("sum") != _sum_of(meta):
+        raise CheckpointError(f"{path} is damaged: the contents of {META} do not fit its sum")
     try:
         float(meta["date"]), int(meta["step"])
         for name, entry in meta["files"].items():
@@ -243,7 +245,8 @@ class CheckpointWriter:
     def finish(self, meta: dict[str, Any]) -> Path:
         """Give the checkpoint its name; from now on it is complete."""
         meta = {"format": FORMAT, "step": self.step, "date": time.time(), **meta, "files": self.files}
-        text = json.dumps(meta)
+        meta = json.loads(json.dumps(meta))  # as it will be read
+        text = json.dumps({**meta, "sum": _sum_of(meta)})
         files = self.files.copy()
         self._write(META, [memoryview(text.encode())])
         self.files = files
@@ -282,6 +285,11 @@ def prune(folder: Path, keep: int, newest: Path) -> None:
     for path in folder.glob(".step-*.partial"):
         if path.stat().st_mtime < _STARTED:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _sum_of(meta: dict[str, Any]) -> int:
+    """CRC-32 of what `checkpoint.json` says, besides the sum itself."""
+    return zlib.crc32(json.dumps({k: v for k, v in meta.items() if k != "sum"}, sort_keys=True).encode())
 
 
 def _sync(folder: Path) -> None:

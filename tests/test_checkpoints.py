@@ -611,11 +611,19 @@ def test_a_malformed_one_hides_no_other(tmp_path, meta, capsys):
     fake_checkpoint(tmp_path, 1, 4)
     (tmp_path / "step-2").mkdir()
     (tmp_path / "step-2" / "checkpoint.json").write_text(json.dumps(meta))
-    with pytest.raises(rp.CheckpointError, match=r"cannot be read|format 2"):
+    with pytest.raises(rp.CheckpointError, match=r"cannot be read|do not fit its sum|format 2"):
         CheckpointReader(tmp_path / "step-2")
     assert {entry.step for entry in list_checkpoints(tmp_path)} == {1, 2}
     assert checkpoint_files.find_checkpoint(tmp_path)[0].name == "step-1"
     assert rpctl.main(["checkpoint", str(tmp_path)]) == 0
+
+
+def test_a_changed_byte_of_the_description_is_noticed(tmp_path):
+    fake_checkpoint(tmp_path, 1, 4)
+    path = tmp_path / "step-1" / "checkpoint.json"
+    path.write_text(path.read_text().replace('"step": 1', '"step": 2', 1))
+    with pytest.raises(rp.CheckpointError, match="do not fit its sum"):
+        CheckpointReader(tmp_path / "step-1")
 
 
 def test_older_ones_that_cannot_be_removed_fail_no_save(tmp_path, monkeypatch):
