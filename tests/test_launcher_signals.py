@@ -239,7 +239,6 @@ def test_out_of_memory_is_named(tmp_path: Path) -> None:
             {"FAKE_EXIT_EARLY": "optimizer=3"},
             ["optimizer (pid", "did not start: exit code 3", "something printed before the end"],
         ),
-        ({"FAKE_KILL_EARLY": "worker-1=11"}, ["worker-1 on cpu:1", "SIGSEGV", "most recent call first"]),
     ],
 )
 def test_child_that_does_not_start(tmp_path: Path, environ: dict[str, str], words: list[str]) -> None:
@@ -250,6 +249,15 @@ def test_child_that_does_not_start(tmp_path: Path, environ: dict[str, str], word
         for word in words:
             assert word in run.err
         assert words[1].removeprefix("did not start: ") in run.err.splitlines()[-1]
+
+
+def test_child_that_is_killed_at_its_start_is_replaced(tmp_path: Path) -> None:
+    with no_leaks() as watch:
+        run = rplaunch(tmp_path, watch, WAIT_READY, FAKE_KILL_EARLY="worker-1=11")
+        assert run.wait() == 0
+        assert "worker-1 on cpu:1" in run.err
+        assert "did not start: killed by signal 11 (SIGSEGV)" in run.err
+        assert "a replacement is starting" in run.err
 
 
 @pytest.mark.parametrize(

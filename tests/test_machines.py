@@ -406,7 +406,7 @@ def test_what_a_cancelled_slot_passed_on_of_a_running_call_is_freed_once():
 
 
 @pytest.mark.slow
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(st.integers(0, 10**9), st.booleans(), st.booleans())
 @pytest.mark.timeout(900)
 def test_many_more_orders(seed, failures, deaths):
