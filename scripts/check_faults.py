@@ -48,10 +48,15 @@ def run(options: argparse.Namespace, rules: list[dict[str, object]]) -> list[dic
     environ["RPRUNTIME_CHILD_COMMAND"] = f"{sys.executable} {ROOT / 'tests' / 'fakes' / 'dying_worker.py'}"
     command = [sys.executable, "-m", "launcher", "--devices", options.devices, "--max-restarts", "10"]
     command += [str(Path(__file__).resolve()), *sys.argv[1:], "--train"]
-    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"the run ended with exit code {done.returncode}")
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    rows = []
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as popen:
+        assert popen.stdout is not None
+        for line in popen.stdout:  # told as they come: a run that is cut short has shown what it has
+            print(f"{'disturbed' if rules else 'quiet'} {line}", end="", flush=True)
+            rows.append(json.loads(line))
+    if popen.returncode:
+        raise SystemExit(f"the run ended with exit code {popen.returncode}")
+    return rows
 
 
 def main() -> int:
