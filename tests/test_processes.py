@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -310,9 +311,10 @@ def test_a_forked_data_loader_lives_beside_the_pipe(session, pin):
             for x, y in loader:
                 float(pipe.forward_backward(x, y))
                 pipe.step()
+        gc.collect()  # what earlier tests have left goes at some time or other
         counts.append(len(os.listdir("/proc/self/fd")))
     pipe.synchronize()
-    assert counts[0] == counts[-1], "descriptors stay flat"
+    assert counts[-1] <= counts[0], f"descriptors pile up: {counts}"
     pipe.close()
 
 
