@@ -429,7 +429,13 @@ class Controller:
                     getattr(self, f"_{type(instruction).__name__}")(instruction)
 
     def choices(self) -> list[Any]:
-        return list(self.saves)
+        """Saves for which the writer can do something."""
+        return [choice for choice, saved in self.saves.items() if saved.copied or self._has_everything(*choice)]
+
+    def _has_everything(self, model: int, save: int) -> bool:
+        saved = self.saves[model, save]
+        here = saved.begun and len(saved.written) >= saved.units
+        return here and self.machine.saved_buffers(model, save) is not None
 
     def act(self, choice: Any) -> None:
         """The writer writes a copied unit, or ends a save that has everything."""
@@ -440,11 +446,8 @@ class Controller:
             saved.written.add(unit)
             self.cluster.post(self.role, "optimizer", msgs.SnapshotWrittenMsg(model, save, unit))
             return
-        if not saved.begun or len(saved.written) < saved.units:
-            return
         buffers = self.machine.saved_buffers(model, save)
-        if buffers is None:
-            return
+        assert buffers is not None
         for position, found in buffers.items():
             key = ("buffer", *self.machine._models[model].saves[save].buffers_from, position)
             for extent in found.extents():
