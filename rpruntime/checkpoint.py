@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 import rpruntime
+from rpruntime.buffers import buffers_of
 from rpruntime.checkpoint_files import (
     CheckpointReader,
     CheckpointWriter,
@@ -596,7 +597,7 @@ class Checkpoints:
         buffers = {position: pipe._decode(payload) for position, payload in found.items()}
         names = {id(tensor): name for name, tensor in own.items() if name in state}
         for position, values in buffers.items():
-            mine = _buffers_of(layout.layers[position])
+            mine = buffers_of(layout.layers[position])
             for local, old in values.items():
                 name = names.get(id(mine.get(local)))  # a layer may be a wrapper: its names are not the model's
                 if name is not None and old is not None:
@@ -780,17 +781,9 @@ def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
 def _buffer_names(pipe: RoundPipe) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, layer in zip(pipe._layout.names, pipe._layout.layers, strict=True):
-        if names := list(_buffers_of(layer)):
+        if names := list(buffers_of(layer)):
             found.setdefault(name, []).extend(names)
     return found
-
-
-def _buffers_of(layer: torch.nn.Module) -> dict[str, torch.Tensor | None]:
-    return {
-        f"{prefix}.{local}" if prefix else local: buffer
-        for prefix, module in layer.named_modules()
-        for local, buffer in module._buffers.items()
-    }
 
 
 def _to_bytes(value: Any) -> bytes:

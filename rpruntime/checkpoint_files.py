@@ -250,7 +250,7 @@ class CheckpointWriter:
         files = self.files.copy()
         self._write(META, [memoryview(text.encode())])
         self.files = files
-        _sync(self._partial)
+        sync_folder(self._partial)
         at("synced")
         old = self.folder / f".step-{self.step}.old"
         if self.path.exists():
@@ -259,7 +259,7 @@ class CheckpointWriter:
             at("moved the old one")
         self._partial.rename(self.path)
         at("renamed")
-        _sync(self.folder)
+        sync_folder(self.folder)
         shutil.rmtree(old, ignore_errors=True)
         return self.path
 
@@ -292,7 +292,8 @@ def _sum_of(meta: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps({k: v for k, v in meta.items() if k != "sum"}, sort_keys=True).encode())
 
 
-def _sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Let the disk know what a folder holds by now."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -22,6 +22,7 @@ from rpruntime.errors import RoundPipeError, SessionLost, WorkerDied
 from rpruntime.interrupts import uninterrupted
 from rpruntime.recording import record
 from rpruntime.store.arena import Arena, Store
+from rpruntime.store.handle import by_owner, role_of
 from rpruntime.store.slabs import Slabs
 from rpruntime.terminal import say
 from rpruntime.wire.messages import (
@@ -64,7 +65,7 @@ class Client:
         owner = "controller.1"
         self.store = Store(session.segments)
         self.arena = Arena(owner, session.segments, self.store)
-        self.slabs = Slabs(owner, session.segments, self.store.forget)
+        self.slabs = Slabs(owner, session.segments, lambda segment: self.store.forget_all((segment,)))
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self._machine = ControllerMachine(
@@ -159,11 +160,8 @@ class Client:
 
     def free(self, extents: Any) -> None:
         """Free extents of others that a reply named."""
-        by_owner: dict[str, list[Any]] = {}
-        for extent in extents:
-            by_owner.setdefault(extent.owner, []).append(extent)
-        for owner, freed in by_owner.items():
-            self.send(owner.rpartition(".")[0], FreeMsg(tuple(freed)))
+        for owner, freed in by_owner(extents).items():
+            self.send(role_of(owner), FreeMsg(freed))
 
     def wait(self, ready: Callable[[], bool], what: str, timeout_s: float | None = None) -> bool:
         """Wait, under no lock of the caller's, until `ready()`; False: the time is over.
@@ -232,8 +230,7 @@ class Client:
         elif self._machine.understands(msg):
             self._apply(self._machine.handle(msg))
         elif isinstance(msg, ForgetMsg):
-            for name in msg.segments:
-                self.store.forget(name)
+            self.store.forget_all(msg.segments)
         elif isinstance(msg, ShutdownMsg):
             self._broken = self._broken or SessionLost(f"session {self.session.name} was ended: {msg.reason}")
         elif isinstance(msg, _FOR_LISTENERS):
@@ -281,8 +278,7 @@ class Client:
         """Nobody will have a dead process's segments: every process drops its mappings."""
         segments = tuple(name for name, _ in self.session.segments.segments_of(owner))
         self.session.segments.release_owner(owner)
-        for name in segments:
-            self.store.forget(name)
+        self.store.forget_all(segments)
         for role in (*self._machine.living_workers, OPTIMIZER):
             self.session.post.send(role, ForgetMsg(segments))
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rpruntime.buffers import buffers_of
 from rpruntime.client import Client
 from rpruntime.control.events import ModelLoadingEvent, ModelUndoneEvent
 from rpruntime.errors import ConfigError
@@ -377,13 +378,9 @@ def initial_buffers(client: Client, layout: ModelLayout) -> tuple[tuple[int, Pay
     """(position, payload) of the layers with registered buffers; None buffers stay None."""
     found = []
     for position, layer in enumerate(layout.layers):
-        names = {
-            (f"{prefix}.{local}" if prefix else local): buffer
-            for prefix, module in layer.named_modules()
-            for local, buffer in module._buffers.items()
-        }
-        if names:
-            skeleton, tensors = take_apart({n: None if b is None else b.detach() for n, b in names.items()})
+        buffers = buffers_of(layer)
+        if buffers:
+            skeleton, tensors = take_apart({n: None if b is None else b.detach() for n, b in buffers.items()})
             handles = tuple(put_tensor(client, tensor) for tensor in tensors)
             found.append((position, Payload(skeleton, handles, (False,) * len(handles))))
     return tuple(found)

@@ -18,6 +18,7 @@ from torch import nn
 
 from rpruntime import losses
 from rpruntime import session as sessions
+from rpruntime.buffers import buffer_places
 from rpruntime.checkpoint import CheckpointInfo, Checkpoints, SaveHandle, read_rows
 from rpruntime.client import Client, client_of
 from rpruntime.control import events as ev
@@ -665,15 +666,19 @@ class RoundPipe:
             found = self._client.machine.newest_buffers(self._model)
         for position, payload in found.items():
             values = self._decode(payload)
-            for prefix, module in self._layout.layers[position].named_modules():
-                for local, old in module._buffers.items():
-                    new = values[f"{prefix}.{local}" if prefix else local]
-                    alike = old is not None and new is not None and old.shape == new.shape and old.dtype == new.dtype
-                    if alike and old.is_contiguous():
-                        with torch.no_grad():
-                            old.copy_(new)
-                    else:
-                        module._buffers[local] = new
+            for name, owner, local in buffer_places(self._layout.layers[position]):
+                old, new = owner._buffers[local], values[name]
+                if (
+                    old is not None
+                    and new is not None
+                    and old.shape == new.shape
+                    and old.dtype == new.dtype
+                    and old.is_contiguous()
+                ):
+                    with torch.no_grad():
+                        old.copy_(new)
+                else:
+                    owner._buffers[local] = new
 
     # --- checkpoints (rpruntime/checkpoint.py)
 

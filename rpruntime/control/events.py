@@ -7,6 +7,8 @@ from typing import Any
 
 from rpruntime.schedule.plan import ExecutionPlan
 from rpruntime.store.handle import Extent, Payload
+from rpruntime.wire.instructions import FreeOwn as FreeOwn
+from rpruntime.wire.instructions import Send as Send
 from rpruntime.wire.messages import ErrorInfo, LoadModelMsg, ScalerState, StepDoneMsg, UnitSpec
 
 
@@ -160,21 +162,6 @@ Event = (
     | SaveOverEvent
     | RestoreEvent
 )
-
-
-@dataclass(frozen=True)
-class Send:
-    """Send a message to a role."""
-
-    role: str
-    msg: Any
-
-
-@dataclass(frozen=True)
-class FreeOwn:
-    """Free extents of the controller's own arena."""
-
-    extents: tuple[Extent, ...]
 
 
 @dataclass(frozen=True)

@@ -93,10 +93,6 @@ class Lifetimes:
         entry = self._entries.get(key)
         return set() if entry is None else entry.readers
 
-    def is_live(self, key: Key) -> bool:
-        """Whether anything still names this key."""
-        return key in self._entries
-
     def live_keys(self) -> list[Key]:
         """Every live key."""
         return list(self._entries)

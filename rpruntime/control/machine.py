@@ -12,7 +12,6 @@ data. It never waits: tasks go out at once and the peers' events order them.
 from __future__ import annotations
 
 import pickle
-import struct
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -50,7 +49,8 @@ from rpruntime.control.lifetimes import Lifetimes
 from rpruntime.control.roster import Roster
 from rpruntime.control.tasks import CallTasks, plan_call, plan_inference
 from rpruntime.errors import WorkerDied
-from rpruntime.store.handle import Extent, Payload
+from rpruntime.rounding import rounded_to_single
+from rpruntime.store.handle import Extent, Payload, by_owner, role_of
 from rpruntime.wire.messages import (
     AdoptMsg,
     CallMsg,
@@ -87,15 +87,6 @@ OPTIMIZER = "optimizer"
 MAX_TASK_FAILURES = 2
 """The slot is blamed when so many processes have died with it running."""
 MAX_UNITS_A_MESSAGE = 1000
-
-
-def float32(value: float) -> float:
-    """`value` rounded to fp32, as a call's loss is summed."""
-    try:
-        rounded: float = struct.unpack("f", struct.pack("f", value))[0]
-    except OverflowError:
-        return float("inf") if value > 0 else float("-inf")
-    return rounded
 
 
 _SETTLING = (
@@ -1112,15 +1103,11 @@ class ControllerMachine:
         self._free(self._lifetimes.drop(key))
 
     def _free(self, extents: Iterable[Extent]) -> None:
-        by_owner: dict[str, list[Extent]] = {}
-        for extent in extents:
-            if not self._roster.is_dead(extent.owner):  # the arena goes as a whole
-                by_owner.setdefault(extent.owner, []).append(extent)
-        for owner, freed in by_owner.items():
+        for owner, freed in by_owner(extents).items():
             if owner == self._owner:
-                self._out.append(FreeOwn(tuple(freed)))
-            else:
-                self._send(owner.rpartition(".")[0], FreeMsg(tuple(freed)))
+                self._out.append(FreeOwn(freed))
+            elif not self._roster.is_dead(owner):  # that arena goes as a whole
+                self._send(role_of(owner), FreeMsg(freed))
 
     def validate(self) -> None:
         """Re-derive the redundant state (tests)."""
@@ -1147,6 +1134,6 @@ def _combined_loss(call: _Call) -> float:
         if call.event.weights[m] != 0:
             numerator, denominator = call.event.coefficients[m]
             loss = call.losses[m]
-            term = loss if numerator == 1 else float32(loss * numerator)
-            total = float32(total + float32(term / denominator))
+            term = loss if numerator == 1 else rounded_to_single(loss * numerator)
+            total = rounded_to_single(total + rounded_to_single(term / denominator))
     return total

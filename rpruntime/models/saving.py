@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rpruntime.checkpoint_files import sync_folder
 from rpruntime.errors import ConfigError
 from rpruntime.models import shards
 from rpruntime.models.parts import is_transformers, unwrapped
@@ -269,9 +270,9 @@ def replaced(folder: Path, stale: tuple[str, ...]) -> Iterator[Path]:
                 if not (new / path.name).exists() and not any(fnmatch.fnmatch(path.name, p) for p in stale):
                     _link(path, new / path.name)
             shutil.copystat(folder, new)
-        _sync(new)
+        sync_folder(new)
         _exchange(new, folder)
-        _sync(folder.parent)
+        sync_folder(folder.parent)
     finally:
         shutil.rmtree(new, ignore_errors=True)  # what it was, or what the old folder has become
 
@@ -303,11 +304,3 @@ def _exchange(new: Path, folder: Path) -> None:
     folder.rename(old)
     new.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

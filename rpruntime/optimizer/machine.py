@@ -7,15 +7,17 @@ in, so a call that fails has moved nothing. P_cp follows each unit's step at onc
 
 from __future__ import annotations
 
-import math
-import struct
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from rpruntime.optimizer.scaling import as_dict, from_dict, inverse_of, moved
+from rpruntime.rounding import rounded_to_single
 from rpruntime.store.handle import Extent
+from rpruntime.wire.instructions import Forget as Forget
+from rpruntime.wire.instructions import FreeOwn as FreeOwn
+from rpruntime.wire.instructions import Send as Send
 from rpruntime.wire.messages import (
     CancelledMsg,
     CancelMsg,
@@ -119,14 +121,6 @@ class UnitRestoredEvent:
 
 
 # --- to the shell
-
-
-@dataclass(frozen=True)
-class Send:
-    """Send a message to a role."""
-
-    role: str
-    msg: Any
 
 
 @dataclass(frozen=True)
@@ -244,20 +238,6 @@ class FinishStep:
     msg: StepDoneMsg
 
 
-@dataclass(frozen=True)
-class Forget:
-    """Drop the mappings of segments that are not read any more."""
-
-    segments: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class FreeOwn:
-    """Free extents of the optimizer's arena."""
-
-    extents: tuple[Extent, ...]
-
-
 Instruction = (
     Send | BuildModel | FillModel | ForgetModel | AddSlab | DropSums | MeasureNorm | StepUnit | ReadState | StartClock
     | FinishStep | FreeOwn | Forget | CopyUnit | FreeCopies | RestoreUnit
@@ -268,10 +248,7 @@ def clip_factor(limit: float, norm: float, *, single: bool) -> float:
     """As `torch.nn.utils.clip_grad_norm_` has it to the bit; `single`: the norm is fp32, and so is its arithmetic."""
 
     def rounded(value: float) -> float:
-        try:
-            return float(struct.unpack("f", struct.pack("f", value))[0]) if single else value
-        except OverflowError:
-            return math.copysign(math.inf, value)
+        return rounded_to_single(value) if single else value
 
     factor = rounded(rounded(1.0 / rounded(norm + rounded(1e-6))) * rounded(limit))
     return 1.0 if factor > 1 else factor  # nan stays nan, as there

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import struct
 
+from rpruntime.rounding import rounded_to_single
 from rpruntime.wire.messages import ScalerState
-
-
-def rounded_to_single(value: float) -> float:
-    """`value` as fp32 has it."""
-    try:
-        return float(struct.unpack("f", struct.pack("f", value))[0])
-    except OverflowError:
-        return math.copysign(math.inf, value)
 
 
 def inverse_of(scale: float) -> float:

@@ -93,7 +93,7 @@ class OptimizerShell:
             m.StartClock: lambda i: self._started.__setitem__((i.model, i.step), time.monotonic()),
             m.FinishStep: self._finish_step,
             m.FreeOwn: self._free,
-            m.Forget: self._forget_segments,
+            m.Forget: lambda i: self._store.forget_all(i.segments),
         }
 
     def step(self, messages: list[Any]) -> bool:
@@ -176,10 +176,6 @@ class OptimizerShell:
             self._arena.take(extent)
 
     # --- work
-
-    def _forget_segments(self, instruction: m.Forget) -> None:
-        for name in instruction.segments:
-            self._store.forget(name)
 
     def _free(self, instruction: m.FreeOwn) -> None:
         for extent in instruction.extents:

@@ -84,12 +84,13 @@ class Store:
         self._segments[segment] = memory
         return memory
 
-    def forget(self, name: str) -> None:
-        """Drop a segment that is not read any more; its memory goes when no process has it."""
-        memory = self._segments.pop(name, None)
-        if memory is not None and self._on_unmap is not None:
-            self._on_unmap(name, memory)
-        self._source.forget(name)
+    def forget_all(self, segments: Iterable[str]) -> None:
+        """Drop segments that are not read any more; their memory goes when no process has them."""
+        for name in segments:
+            memory = self._segments.pop(name, None)
+            if memory is not None and self._on_unmap is not None:
+                self._on_unmap(name, memory)
+            self._source.forget(name)
 
     def segment(self, name: str) -> torch.Tensor:
         """All bytes of a segment, uint8 [nbytes], mapped at first use."""
@@ -161,8 +162,8 @@ class Arena:
                     self._allocator.add_segment(name, nbytes)
                 else:
                     given_up.append(name)
+        self.store.forget_all(given_up)
         for name in given_up:
-            self.store.forget(name)
             self._source.release(name)
         return tuple(given_up)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rpruntime.wire.codec import struct
@@ -19,6 +20,19 @@ class Extent:
     segment: str
     offset: int
     nbytes: int
+
+
+def by_owner(extents: Iterable[Extent]) -> dict[str, tuple[Extent, ...]]:
+    """Extents by who frees them, in their order."""
+    found: dict[str, list[Extent]] = {}
+    for extent in extents:
+        found.setdefault(extent.owner, []).append(extent)
+    return {owner: tuple(theirs) for owner, theirs in found.items()}
+
+
+def role_of(owner: str) -> str:
+    """The role of an owner, `ROLE.INCARNATION`."""
+    return owner.rpartition(".")[0]
 
 
 @struct

@@ -20,6 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rpruntime.store.handle import Extent, Payload
+from rpruntime.wire.instructions import Forget as Forget
+from rpruntime.wire.instructions import FreeOwn as FreeOwn
+from rpruntime.wire.instructions import Send as Send
 from rpruntime.wire.messages import (
     AdoptMsg,
     CallMsg,
@@ -134,14 +137,6 @@ class ModelBuiltEvent:
 
 
 @dataclass(frozen=True)
-class Send:
-    """Send a message to a role."""
-
-    role: str
-    msg: Any
-
-
-@dataclass(frozen=True)
 class BuildModel:
     """Build the modules of a model."""
 
@@ -191,13 +186,6 @@ class DropSlot:
 
 
 @dataclass(frozen=True)
-class FreeOwn:
-    """Free extents of this worker's arena."""
-
-    extents: tuple[Extent, ...]
-
-
-@dataclass(frozen=True)
 class FreeCaches:
     """Give the device memory back that nothing uses."""
 
@@ -207,13 +195,6 @@ class Adopt:
     """Take the segments of a dead predecessor into this worker's arena, all of them free."""
 
     owner: str
-
-
-@dataclass(frozen=True)
-class Forget:
-    """Drop the mappings of segments that are not read any more."""
-
-    segments: tuple[str, ...]
 
 
 Instruction = (

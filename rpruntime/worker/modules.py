@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rpruntime.buffers import buffer_places
 from rpruntime.errors import ConfigError
 from rpruntime.store.arena import Store, view
 from rpruntime.store.handle import Payload, TensorHandle
@@ -42,12 +43,7 @@ class LayerModule:
         self._store = store
         stand_ins = [self._stand_in(entry, store, device) for entry in spec.module.tensors]
         self.module: nn.Module = put_together(read_bytes(store, spec.module.data), stand_ins)
-        self._buffers = [
-            (name, owner, local)
-            for prefix, owner in self.module.named_modules()
-            for local in owner._buffers
-            for name in [f"{prefix}.{local}" if prefix else local]
-        ]
+        self._buffers = list(buffer_places(self.module))
         self._silent = {
             name
             for name, owner, local in self._buffers

@@ -82,7 +82,7 @@ class WorkerShell:
             m.FreeOwn: lambda i: self._arena.free_all(i.extents),
             m.FreeCaches: lambda i: free_caches(self._transfers.device),
             m.Adopt: self._adopt,
-            m.Forget: self._forget,
+            m.Forget: lambda i: self._arena.store.forget_all(i.segments),
         }
 
     @property
@@ -158,10 +158,6 @@ class WorkerShell:
             self._post.send(m.CONTROLLER, RoleFailedMsg(self._post.role, msg.model, describe(err, phase="load")))
             return
         self._events.append(m.ModelBuiltEvent(msg.model))
-
-    def _forget(self, instruction: m.Forget) -> None:
-        for name in instruction.segments:
-            self._arena.store.forget(name)
 
     def _adopt(self, instruction: m.Adopt) -> None:
         limit = sum(model.msg.worker_bytes for model in self._models.values())
