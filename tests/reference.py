@@ -187,6 +187,17 @@ def live_bytes(session: InlineSession) -> dict[str, int]:
     return {role: arena.live_bytes for role, arena in arenas.items() if arena.live_bytes}
 
 
+class Times(nn.Module):
+    """x -> w * x, with a scalar weight."""
+
+    def __init__(self, start: float = 1.0, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(start, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w * x
+
+
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """Sums do not depend on how many threads there are; the global generator is put back."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,30 +12,9 @@ from torch.utils import _pytree
 
 import rpruntime as rp
 from rpruntime.microbatch import cut_call, merge_outputs
-from tests.reference import PausedSession, inline, one_thread
+from tests.reference import PausedSession, Times, inline
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture
-def session() -> Iterator[PausedSession]:
-    with inline(workers=2) as session:
-        yield session
-
-
-class Times(nn.Module):
-    """x -> w * x, with a scalar weight."""
-
-    def __init__(self, start: float = 1.0) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.tensor(start))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w * x
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 class Packed:

@@ -23,7 +23,9 @@ from rpruntime.store.arena import GROWTH_BYTES
 from rpruntime.worker.transfers import CpuTransfers
 from tests.launching import LAUNCH, ROOT, WAIT_READY, Run, rplaunch, small_cgroup
 from tests.leaks import no_leaks, wait_until
-from tests.reference import inline, one_thread
+from tests.reference import inline
+
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 MIB = 1 << 20
 mse = nn.functional.mse_loss
@@ -43,12 +45,6 @@ def run_real(tmp_path: Path, script: str, *flags: str, **environ: str) -> subpro
             text=True,
             timeout=100,
         )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 # --- errors from places that are neither a layer's forward nor the loss

@@ -24,7 +24,9 @@ from rpruntime.store.limits import GIB, HostMemory, check_host_memory, margin
 from rpruntime.store.segments import PrivateSegments, SegmentClient, SegmentServer
 from tests.launching import ROOT, small_cgroup
 from tests.leaks import no_leaks
-from tests.reference import PausedSession, PlainLoop, inline, live_bytes, one_thread
+from tests.reference import PausedSession, PlainLoop, inline, live_bytes
+
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 MIB = 1 << 20
 TOKEN = "secret"
@@ -237,12 +239,6 @@ except HostMemoryError as err:
 
 
 # --- what the script sees
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def model() -> nn.Sequential:

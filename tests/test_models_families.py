@@ -6,7 +6,6 @@ Runs with the installed transformers; `tests/test_models_versions.py` runs it wi
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,16 +13,13 @@ import torch
 from torch import nn
 
 import rpruntime as rp
-from tests.reference import inline, one_thread
+from tests.reference import inline
 from tests.tiny_models import FAMILIES, OTHERS, VERSION, batch, reference, tiny
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
+pytestmark = [
+    pytest.mark.usefixtures("single_thread"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
 
 
 def close(got: Any, wanted: Any) -> None:

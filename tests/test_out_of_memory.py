@@ -6,7 +6,6 @@ import gc
 import pickle
 import traceback
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,19 +27,15 @@ from rpruntime.worker.memory import (
     read_memory,
 )
 from rpruntime.worker.stage import Stage
-from tests.reference import inline, one_thread
+from tests.reference import inline
 from tests.test_training_exact import CASES, SEED, Both, adamw, assert_same, sgd
+
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 TORCH_SAYS = (
     "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.06 GiB is "
     "free. Including non-PyTorch memory, this process has 78.04 GiB memory in use."
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 class ByLayer(Stage):

@@ -15,21 +15,11 @@ from torch import Tensor, nn
 
 import rpruntime as rp
 from rpruntime import ConfigError, ExecutionPlan, RoundPipeError
-from tests.reference import PausedSession, PlainLoop, inline, one_thread
+from tests.reference import PausedSession, PlainLoop, inline
+
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 SEED = 3
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture
-def session() -> Iterator[PausedSession]:
-    with inline(workers=2) as session:
-        yield session
 
 
 def linear() -> nn.Sequential:

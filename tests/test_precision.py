@@ -6,7 +6,6 @@ pytest tests/test_precision.py
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +16,9 @@ from torch import Tensor, nn
 import rpruntime as rp
 from rpruntime.optimizer.scaling import as_dict, from_dict, inverse_of, moved
 from rpruntime.wire.messages import ScalerState
-from tests.reference import PausedSession, inline, one_thread
+from tests.reference import PausedSession, Times, inline
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture
-def session() -> Iterator[PausedSession]:
-    with inline(workers=2) as session:
-        yield session
-
-
-class Times(nn.Module):
-    """x -> w * x, with a scalar weight."""
-
-    def __init__(self, start: float = 1.0) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.tensor(start))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w * x
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 class Columns(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +16,11 @@ from torch import Tensor, nn
 
 import rpruntime as rp
 from rpruntime import ExecutionPlan
-from tests.reference import PlainLoop, inline, one_thread
+from tests.reference import PlainLoop, inline
+
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 SEED = 1234
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 # --- models

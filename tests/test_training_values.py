@@ -13,30 +13,9 @@ from torch import Tensor, nn
 
 import rpruntime as rp
 from rpruntime import ConfigError, ExecutionPlan
-from tests.reference import PausedSession, inline, one_thread
+from tests.reference import PausedSession, Times, inline
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture
-def session() -> Iterator[PausedSession]:
-    with inline(workers=2) as session:
-        yield session
-
-
-class Times(nn.Module):
-    """x -> w * x, with a scalar weight."""
-
-    def __init__(self, start: float = 1.0, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.tensor(start, dtype=dtype))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w * x
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 def identity(outputs: Tensor) -> Tensor:
