@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
+import os
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,17 +28,31 @@ def chunks(address: int, nbytes: int, limit: int = MAX_CHUNK_BYTES) -> list[tupl
 
 def register(address: int, nbytes: int) -> int:
     """`cudaHostRegister`, portable; returns CUDA's code and clears the pending error after a refusal."""
-    runtime = torch.cuda.cudart()
-    code = int(runtime.cudaHostRegister(address, nbytes, 1))
+    code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 1))
     if code:
-        runtime.cudaGetLastError() if hasattr(runtime, "cudaGetLastError") else _clear_error()
+        clear_error(load_runtime())
     return code
 
 
-def _clear_error() -> None:
-    """A refused registration leaves an error that the next, innocent CUDA call would report."""
-    with contextlib.suppress(RuntimeError):
-        torch.cuda.synchronize()
+def load_runtime() -> Any:
+    """The CUDA runtime that torch has loaded; its functions are found through the library that depends on it.
+
+    A second copy of the runtime would have errors of its own, so nothing is loaded here.
+
+    Raises:
+        OSError: this build of torch has no CUDA, or has not loaded it.
+    """
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"), mode=os.RTLD_NOLOAD)
+
+
+def clear_error(runtime: Any) -> int:
+    """Take the calling thread's pending error from the runtime; returns its code, 0 for none.
+
+    A refused call leaves one behind that torch would report at its next, innocent kernel. `cudaDeviceSynchronize` does
+    not take it, and `torch.cuda.cudart()` has no function that does.
+    """
+    runtime.cudaGetLastError.restype = ctypes.c_int
+    return int(runtime.cudaGetLastError())
 
 
 def unregister(address: int) -> None:
