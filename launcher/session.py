@@ -58,7 +58,7 @@ def make_base(candidates: list[Path] | None = None) -> Base:
     for path in base_candidates() if candidates is None else candidates:
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
-        problem = _base_problem(path)
+        problem = folder_problem(path)
         if problem is None:
             warning = f"{problems[0]}; using {path}" if problems else ""
             return Base(path, warning)
@@ -66,7 +66,8 @@ def make_base(candidates: list[Path] | None = None) -> Base:
     raise ConfigError(f"no folder for the session: {problems[0]}; remove it or have its owner do so")
 
 
-def _base_problem(path: Path) -> str | None:
+def folder_problem(path: Path) -> str | None:
+    """Why a folder cannot hold this user's sessions; None: it can."""
     try:
         found = path.lstat()
     except OSError as err:
@@ -206,9 +207,19 @@ def list_sessions(bases: list[Path] | None = None) -> list[Path]:
     """Folders of all sessions, dead ones and those of which only logs are left included."""
     found = []
     for base in base_candidates() if bases is None else bases:
-        if base.is_dir() and _base_problem(base) is None:
+        if base.is_dir() and folder_problem(base) is None:
             found += sorted(path for path in base.iterdir() if path.is_dir() and not path.is_symlink())
     return found
+
+
+def is_leftover(path: Path, *, logs: bool = False) -> bool:
+    """Whether `clean_sessions` would remove this folder: its session is dead, and there is more than logs."""
+    try:
+        files = list(path.iterdir())
+    except FileNotFoundError:  # its launcher has just removed it
+        return False
+    only_logs = bool(files) and all(file.suffix == ".log" for file in files)
+    return not is_alive(path) and (logs or not only_logs)
 
 
 def clean_sessions(base: Path, *, logs: bool = False) -> list[str]:
@@ -216,14 +227,11 @@ def clean_sessions(base: Path, *, logs: bool = False) -> list[str]:
     cleaned = []
     with _locked(base):
         for path in list_sessions([base]):
-            files = list(path.iterdir())
-            only_logs = files and all(file.suffix == ".log" for file in files)
-            if is_alive(path) or (only_logs and not logs):
+            if not is_leftover(path, logs=logs):
                 continue
             if logs:
-                for file in files:
-                    if file.suffix == ".log":
-                        file.unlink(missing_ok=True)
+                for file in path.glob("*.log"):
+                    file.unlink(missing_ok=True)
             _remove_remains(path)
             cleaned.append(path.name)
     return cleaned
