@@ -18,13 +18,14 @@ from typing import Any
 
 import rpruntime
 from launcher import planning
+from launcher.doctor import doctor
 from launcher.screen import write
 from launcher.session import base_candidates, clean_sessions, is_alive, list_sessions, read_session
 from rpruntime.checkpoint_files import list_checkpoints
 from rpruntime.errors import RoundPipeError
 from rpruntime.process import open_pidfd, start_time
 
-_LATER = ("top", "serve", "trace", "doctor")
+_LATER = ("top", "serve", "trace")
 _STOP_TIMEOUT_S = 30.0
 _ROLE = re.compile(r"optimizer|worker-\d+|(cuda|cpu):\d+")
 _USAGE = """usage: rpctl COMMAND [arguments]
@@ -34,6 +35,7 @@ _USAGE = """usage: rpctl COMMAND [arguments]
   rpctl stop NAME                end a session (under rplaunch: SIGTERM to the script)
   rpctl clean [--logs]           remove what dead sessions left; their logs too with --logs
   rpctl checkpoint FOLDER [--json]   checkpoints in a folder: step, size, date, complete or not
+  rpctl doctor [--json]          what of this machine would stop a run, and how to mend it
   rpctl plan FILE                cut measured layers into stages (rpctl plan --help)
   rpctl simulate FILE            compare schedules on measured layers (rpctl simulate --help)
 
@@ -68,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if words else 2
     commands: dict[str, Callable[[list[str]], int]] = {
         "status": _status, "logs": _logs, "stop": _stop, "clean": _clean,
-        "checkpoint": _checkpoint, "plan": planning.plan, "simulate": planning.simulate_schedules,
+        "checkpoint": _checkpoint, "doctor": doctor, "plan": planning.plan, "simulate": planning.simulate_schedules,
     }  # fmt: skip
     command, rest = words[0], words[1:]
     try:
