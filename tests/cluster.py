@@ -81,6 +81,8 @@ class Worker:
         self.finished: dict[int, wm.FinishSlot] = {}
         self.dropping: list[tuple[int, list[Extent]]] = []
         self.staged: dict[int, dict[int, Extent]] = {}
+        self.prefetched: set[tuple[int, int]] = set()
+        """Slots and micro-batches whose inputs were asked for, of slots that have not been dropped since."""
         self.tries: Counter[int] = Counter()
 
     def handle(self, *events: Any) -> None:
@@ -154,6 +156,14 @@ class Worker:
         self.own[slot].append(extent)
         return extent
 
+    def _Prefetch(self, i: wm.Prefetch) -> None:
+        assert i.task.slot in self.staged
+        assert (i.task.slot, i.microbatch) not in self.prefetched, "brought to the device twice"
+        self.prefetched.add((i.task.slot, i.microbatch))
+        for key, found in i.inputs.items():
+            for extent in found.extents():
+                self.cluster.memory.check(extent, key)
+
     def _RunMicrobatch(self, i: wm.RunMicrobatch) -> None:
         task, m, memory = i.task, i.microbatch, self.cluster.memory
         self._check_weights(task)
@@ -220,6 +230,7 @@ class Worker:
         self.ready.append(wm.LaunchedEvent())
 
     def _DropSlot(self, i: wm.DropSlot) -> None:
+        self.prefetched = {place for place in self.prefetched if place[0] != i.task.slot}
         self.staged.pop(i.task.slot, None)
         self.finished.pop(i.task.slot, None)
         self.copies.pop(i.task.slot, None)

@@ -2,11 +2,12 @@
 
 Slots run in the order of their numbers, micro-batches in their order within the slot. A micro-batch starts when the
 events for all that it reads have come; weights of the next slot are staged while one computes (two slots' weights at
-most). A slot that a dead worker left behind has a lower number than what waits for it: it goes in between, and the
-weights that were staged for a slot that has not started make room.
+most), and a micro-batch's activations come up while the one before it computes. A slot that a dead worker left behind
+has a lower number than what waits for it: it goes in between, and the weights that were staged for a slot that has not
+started make room.
 
-    TaskMsg, CallMsg, DataReadyMsg, WeightsReadyMsg  ->  StageWeights, RunMicrobatch, FinishSlot   (to the shell)
-    PublishedEvent, SlabEvent, SlotDoneEvent         ->  DataReadyMsg, SlabReadyMsg, SlotCommittedMsg (to the peers)
+    TaskMsg, CallMsg, DataReadyMsg, WeightsReadyMsg  ->  StageWeights, Prefetch, RunMicrobatch, FinishSlot   (shell)
+    PublishedEvent, SlabEvent, SlotDoneEvent         ->  DataReadyMsg, SlabReadyMsg, SlotCommittedMsg        (peers)
 
 Whatever is published goes to the controller too: it knows what is left to do when a worker dies.
 """
@@ -172,6 +173,15 @@ class RunMicrobatch:
 
 
 @dataclass(frozen=True)
+class Prefetch:
+    """Start bringing inputs of the micro-batch to the device that runs after the one being launched."""
+
+    task: SlotTask
+    microbatch: int
+    inputs: dict[Key, Payload]
+
+
+@dataclass(frozen=True)
 class FinishSlot:
     """All micro-batches are launched: hand over the gradients, commit when everything is published."""
 
@@ -198,7 +208,7 @@ class Adopt:
 
 
 Instruction = (
-    Send | BuildModel | ForgetModel | StageWeights | RunMicrobatch | FinishSlot | DropSlot | FreeOwn
+    Send | BuildModel | ForgetModel | StageWeights | Prefetch | RunMicrobatch | FinishSlot | DropSlot | FreeOwn
     | FreeCaches | Adopt | Forget
 )  # fmt: skip
 
@@ -224,10 +234,13 @@ class WorkerMachine:
     Args:
         role: this worker's.
         peers: all workers' roles.
+        blocking: for measurements: a slot waits until the whole model has its version (the barrier of paper section
+            4.3.2), not only its own layers.
     """
 
-    def __init__(self, role: str, peers: tuple[str, ...]) -> None:
+    def __init__(self, role: str, peers: tuple[str, ...], *, blocking: bool = False) -> None:
         self.role = role
+        self._blocking = blocking
         self._peers = peers
         self._models: dict[int, ModelSpec] = {}
         self._calls: dict[int, CallMsg] = {}
@@ -252,6 +265,8 @@ class WorkerMachine:
         """The slot whose `RunMicrobatch` or `FinishSlot` the shell is carrying out."""
         self._dropping: Counter[int] = Counter()
         """How many stages of a slot the shell is still dropping."""
+        self._prefetched: dict[int, int] = {}
+        """Slot -> its micro-batch whose inputs were asked for last."""
         self._announced: dict[int, list[Extent]] = {}
         """Own extents of an uncommitted slot that peers know of."""
         self._recovering = False
@@ -369,6 +384,7 @@ class WorkerMachine:
     def _advance(self) -> None:
         self._stage_next()
         if self._busy is not None:
+            self._prefetch()
             return
         if self._queue and self._queue[0].slot in self._staged and self._is_next(self._queue[0].slot):
             self._start(self._queue.pop(0))
@@ -387,7 +403,30 @@ class WorkerMachine:
         if inputs is not None and scale is not None:
             progress.next_index += 1
             self._busy = slot
+            self._prefetch()
             self._out.append(RunMicrobatch(task, self._calls[task.call], microbatch, inputs, scale))
+
+    def _prefetch(self) -> None:
+        """Inputs of the micro-batch after the one being launched; an event that has not come is looked for again."""
+        if not self._running:
+            return
+        progress = self._open[self._running[0]]
+        if progress.next_index < len(progress.task.microbatches):
+            task, microbatch = progress.task, progress.task.microbatches[progress.next_index]
+        elif self._queue and self._queue[0].slot in self._staged and self._queue[0].microbatches:
+            task, microbatch = self._queue[0], self._queue[0].microbatches[0]
+        else:
+            return
+        if self._prefetched.get(task.slot) == microbatch:
+            return
+        held = self._data[task.model]
+        inputs = {key: held[key] for key in self._keys_read(task, microbatch) if key in held}
+        if len(inputs) < sum(key[0] != "buffer" for key in self._keys_read(task, microbatch)):
+            return
+        if task.kind == "backward" and self._models[task.model].recompute == "layer":  # layer by layer, deepest first
+            inputs = {key: payload for key, payload in inputs.items() if key[3] >= task.layers[1] - 1}
+        self._prefetched[task.slot] = microbatch
+        self._out.append(Prefetch(task, microbatch, inputs))
 
     def _is_next(self, slot: int) -> bool:
         return not self._running or slot < self._running[0]
@@ -428,6 +467,9 @@ class WorkerMachine:
 
     def _units_of(self, task: SlotTask) -> dict[int, Extent] | None:
         units = {}
+        everything = range(len(self._models[task.model].units)) if self._blocking else ()
+        if any(task.version not in self._weights.get((task.model, unit), {}) for unit in everything):
+            return None
         for position in range(*task.layers):
             for unit in self._models[task.model].layers[position].units:
                 extent = self._weights.get((task.model, unit), {}).get(task.version)
@@ -520,6 +562,7 @@ class WorkerMachine:
         if progress is None:
             return
         self._staged.remove(event.slot)
+        self._prefetched.pop(event.slot, None)
         tries = self._short[event.slot] + 1
         self._forget_if_over(event.slot)
         self._send(CONTROLLER, SlotCommittedMsg(event.slot, self.role, event.spans, event.peak_bytes, tries))
@@ -563,6 +606,7 @@ class WorkerMachine:
 
     def _drop(self, task: SlotTask) -> None:
         self._dropping[task.slot] += 1
+        self._prefetched.pop(task.slot, None)
         self._out.append(DropSlot(task))
 
     def _on_cancel(self, msg: CancelMsg) -> None:

@@ -20,7 +20,7 @@ class Publication:
     """An event that waits for its copies."""
 
     event: Any
-    copies: list[Copy]
+    copies: Sequence[Copy]
 
     def done(self) -> bool:
         return all(copy.done() for copy in self.copies)
@@ -52,7 +52,7 @@ class Outbox:
         self.own: list[Extent] = []
         """All that was allocated for the slot and is not freed."""
 
-    def add(self, event: Any, copies: list[Copy]) -> None:
+    def add(self, event: Any, copies: Sequence[Copy]) -> None:
         """Announce something when its copies are there."""
         self.waiting.append(Publication(event, copies))
 
@@ -76,7 +76,7 @@ class Outbox:
             handle = (reused or {}).get(index)
             if handle is None:
                 handle = self._room_for(tensor)
-                copies.append(self._transfers.download(tensor.detach(), self._store.tensor(handle), "act"))
+                copies.append(self._transfers.download(tensor.detach(), self._store.tensor(handle)))
             handles.append(handle)
         body: bytes | TensorHandle = skeleton
         if len(skeleton) > MAX_INLINE_SKELETON_BYTES:
@@ -96,7 +96,7 @@ class Outbox:
         row = torch.stack([value.to(device) for value in values])
         extent = self.allocate(row.nbytes)
         host = view(self._store.bytes_of(extent), 0, row.shape, "float32")
-        self.add(_PendingLoss(microbatch, host, names, extent), [self._transfers.download(row, host, "act")])
+        self.add(_PendingLoss(microbatch, host, names, extent), [self._transfers.download(row, host)])
 
     def take(self) -> list[Any]:
         """Events whose copies have come to the host, in order of publication within each kind of copy."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections import deque
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from rpruntime.recording import record
 from rpruntime.status import NullStatus, StatusWriter
@@ -19,9 +22,13 @@ from rpruntime.worker.failures import describe
 from rpruntime.worker.memory import forget_frames, free_caches, is_out_of_memory
 from rpruntime.worker.modules import WorkerModel, read_bytes
 from rpruntime.worker.stage import Stage
-from rpruntime.worker.transfers import Transfers
+from rpruntime.worker.transfers import Transfers, transfers_mode
+from rpruntime.worker.windows import Windows
 
 log = logging.getLogger(__name__)
+
+CONSISTENCY_VARIABLE = "RPRUNTIME_CONSISTENCY"
+"""For measurements: "layerwise" (the default) or "blocking" (a slot waits for the whole model's new version)."""
 
 MAX_LAUNCHED = 2
 """Micro-batches that may be launched and not finished: enough to hide launching, few enough to bound memory."""
@@ -55,13 +62,21 @@ class WorkerShell:
         self._arena = arena
         self._transfers = transfers
         self._device_name = device_name
-        self._machine = m.WorkerMachine(post.role, peers)
+        blocking = os.environ.get(CONSISTENCY_VARIABLE) == "blocking"
+        self._machine = m.WorkerMachine(post.role, peers, blocking=blocking)
         self._peers = peers
         self._replaces = not arena.owner.endswith(".1")
         """Whether this process took the place of one that died."""
         record(self._machine, arena.owner if self._replaces else post.role)
         self._models: dict[int, WorkerModel] = {}
         self._stages: dict[int, Stage] = {}
+        self._in_windows = transfers_mode() == "windows"
+        self._up: dict[int, Windows] = {}
+        """Weights of staged slots that have not started, on their way to the device."""
+        self._down: Windows | None = None
+        """Gradients of the last slot, on their way to the host."""
+        self._left = 0
+        """Micro-batches of the running slot that are not launched."""
         self._finishing: list[Stage] = []
         self._dropping: list[Stage] = []
         self._ahead: deque[Any] = deque()
@@ -76,6 +91,7 @@ class WorkerShell:
             m.BuildModel: lambda i: self._build(i.msg),
             m.ForgetModel: lambda i: self._models.pop(i.model, None),
             m.StageWeights: self._stage_weights,
+            m.Prefetch: self._prefetch,
             m.RunMicrobatch: self._run,
             m.FinishSlot: self._finish,
             m.DropSlot: self._drop,
@@ -103,6 +119,8 @@ class WorkerShell:
             self._status.set_busy(True)
         for instruction in instructions:
             self._carry_out[type(instruction)](instruction)
+        if not self._launched and not self._ahead:
+            self._open_all()
         self._status.set_busy(self.is_waiting_for_copies or bool(self._events))
         self._tell_slots()
         return bool(events or instructions)
@@ -138,7 +156,7 @@ class WorkerShell:
             self._events.append(m.SlotDoneEvent(stage.task.slot, stage.spans(), self._transfers.peak_bytes()))
         for stage in self._dropping:
             stage.take_published()
-        gone = [s for s in self._dropping if not s.publications and s.weights_arrived() and reached(s.end)]
+        gone = [s for s in self._dropping if not s.publications and s.has_arrived() and reached(s.end)]
         for stage in gone:
             self._dropping.remove(stage)
             stage.release()
@@ -179,16 +197,38 @@ class WorkerShell:
         self._stages[task.slot] = stage
         try:
             for unit, extent in instruction.units.items():
-                host = self._arena.store.bytes_of(extent)
-                stage.weights[unit] = self._transfers.upload(host, "weights")
+                stage.weights[unit] = self._transfers.upload_pieces(self._arena.store.bytes_of(extent))
         except Exception as err:  # out of device memory, as a rule; told when the slot's turn comes
             stage.failure = err
+        self._up[task.slot] = Windows(list(stage.weights.values()), self._left if self._in_windows else 0)
+
+    def _prefetch(self, instruction: m.Prefetch) -> None:
+        try:
+            self._stages[instruction.task.slot].prefetch(instruction.inputs)
+        except torch.OutOfMemoryError:
+            log.info("no room to prefetch micro-batch %s of slot %s", instruction.microbatch, instruction.task.slot)
+
+    def _open_windows(self) -> None:
+        """The next part of what crosses beside the micro-batch that is launched now."""
+        for windows in (*self._up.values(), *([self._down] if self._down is not None else [])):
+            windows.open()
+
+    def _open_all(self) -> None:
+        """The device computes nothing that copies could hide behind."""
+        for windows in (*self._up.values(), *([self._down] if self._down is not None else [])):
+            windows.finish()
 
     def _run(self, instruction: m.RunMicrobatch) -> None:
         stage = self._stages[instruction.task.slot]
         try:
             if stage.failure is not None:
                 raise stage.failure
+            windows = self._up.pop(instruction.task.slot, None)
+            if windows is not None:  # its first micro-batch
+                windows.finish()
+            microbatches = instruction.task.microbatches
+            self._left = len(microbatches) - 1 - microbatches.index(instruction.microbatch)
+            self._open_windows()
             stage.run(instruction)
         except BaseException as err:
             self._report(stage, err)
@@ -205,6 +245,13 @@ class WorkerShell:
         except Exception as err:
             self._report(stage, err)
             return
+        unused = self._up.pop(stage.task.slot, None)  # of a slot that was done but for this
+        for windows in (unused, self._down):
+            if windows is not None:
+                windows.finish()
+        following = [other.task for other in self._stages.values() if other is not stage]
+        num_windows = len(following[0].microbatches) if following and self._in_windows else 0
+        self._down = Windows(stage.gradients, num_windows)
         del self._stages[instruction.task.slot]
         self._finishing.append(stage)
         self._launched = True
@@ -218,6 +265,8 @@ class WorkerShell:
             stage = next(stage for stage in self._finishing if stage.task.slot == slot)
             self._finishing.remove(stage)
             self._handed_over.discard(slot)
+        self._open_all()  # what has been allocated for has to arrive before it can be freed
+        self._up.pop(slot, None)
         stage.drop()
         self._dropping.append(stage)
 

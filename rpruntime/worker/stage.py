@@ -31,7 +31,7 @@ from rpruntime.worker.memory import explain, read_memory
 from rpruntime.worker.modules import WorkerModel
 from rpruntime.worker.outbox import Outbox, Publication
 from rpruntime.worker.segment import Entered, Segment, enter_tensors
-from rpruntime.worker.transfers import Copy, Transfers
+from rpruntime.worker.transfers import Copy, Pieces, Transfers
 
 MAX_METRICS = 1000
 _NO_BUFFERS = Payload(take_apart({})[0], (), ())
@@ -75,8 +75,12 @@ class Stage:
         self.place = Place()
         self._outbox = Outbox(task.slot, transfers, arena)
         self._marks: list[tuple[str, int, int, int, Any, Any]] = []
-        self.weights: dict[int, Copy] = {}
+        self.weights: dict[int, Pieces] = {}
         """Its units' slabs on their way to the device."""
+        self.gradients: list[Pieces] = []
+        """Its sums on their way to the host, of which `finish` has started nothing."""
+        self._ahead: dict[Key, list[Copy]] = {}
+        """Inputs of the next micro-batch on their way to the device."""
         self.failure: Exception | None = None
         """Why its weights could not be staged."""
         self.end: Any = None
@@ -122,6 +126,16 @@ class Stage:
                 self.task.kind
             ]()
         self._inputs = {}
+
+    def prefetch(self, inputs: dict[Key, Payload]) -> None:
+        """Start bringing inputs of a micro-batch to the device that will run next."""
+        for key, payload in inputs.items():
+            self._ahead[key] = [self._upload(handle) for handle in payload.tensors]
+
+    def _arriving(self, key: Key, payload: Payload) -> list[Copy]:
+        """A payload's tensors on their way to the device."""
+        found = self._ahead.pop(key, None)
+        return [self._upload(handle) for handle in payload.tensors] if found is None else found
 
     def _at(self, phase: str, layer: int) -> None:
         """The user's code is about to run here. If the slot has ended a process, the device is waited for before."""
@@ -196,7 +210,7 @@ class Stage:
         else:
             segments = self._segments("recompute", commit=False)
         payload = self._inputs["agrad", self.task.call, self._m, self.task.layers[1]]
-        uploads = iter([self._upload(handle) for handle in payload.tensors])
+        uploads = iter(self._arriving(("agrad", self.task.call, self._m, self.task.layers[1]), payload))
         flags = self._store.skeleton(payload)
         self._backward_through(segments, [next(uploads).wait() if present else None for present in flags])
 
@@ -243,7 +257,7 @@ class Stage:
 
     def _enter(self, key: Key, *, with_gradients: bool) -> Entered:
         payload = self._inputs[key]
-        copies = [self._upload(handle) for handle in payload.tensors]
+        copies = self._arriving(key, payload)
         skeleton = self._store.skeleton(payload)
         flags = payload.needs_grad if with_gradients else (False,) * len(copies)
         entered = enter_tensors(skeleton, [copy.wait() for copy in copies], flags)
@@ -312,7 +326,8 @@ class Stage:
 
     def _labels(self, payload: Payload) -> Any:
         skeleton = self._store.skeleton(payload)
-        return put_together(skeleton, [self._upload(handle).wait() for handle in payload.tensors])
+        copies = self._arriving(("label", self.task.call, self._m), payload)
+        return put_together(skeleton, [copy.wait() for copy in copies])
 
     def _backward_from_loss(self, value: Any, segment: Segment) -> None:
         since = self._transfers.mark()
@@ -367,7 +382,10 @@ class Stage:
             total.add_(grad)
 
     def finish(self) -> None:
-        """Launch the rest: sums go to the host, deepest position first; the device lets go of the weights."""
+        """Launch the rest: sums are ready to go to the host, deepest position first; the device lets go of the weights.
+
+        The caller starts the copies of `gradients`.
+        """
         if self.task.kind in ("fused", "backward"):
             self._hand_over_sums()
         self.end = self._transfers.mark()
@@ -377,12 +395,13 @@ class Stage:
         """Let go of the weights; what is being copied stays alive with its copies."""
         self._unbind()
         self.weights = {}
+        self._ahead = {}
 
     def drop(self) -> None:
         """Give the slot up, also in the middle of a micro-batch: nothing that it computed stays on the device.
 
-        The weights stay until they have arrived: `release` when `weights_arrived`, `end` is reached and
-        `take_published` has emptied `publications`.
+        What comes up stays until it has arrived: `release` when `has_arrived`, `end` is reached and `take_published`
+        has emptied `publications`.
         """
         self.end = self._transfers.mark()
         self._unbind()
@@ -422,16 +441,18 @@ class Stage:
             num_microbatches=0 if call is None else call.num_microbatches,
         )
 
-    def weights_arrived(self) -> bool:
-        """Whether no weight is on its way to the device any more."""
-        return all(copy.done() for copy in self.weights.values())
+    def has_arrived(self) -> bool:
+        """Whether nothing is on its way to the device any more that no computation waits for."""
+        ahead = (copy for copies in self._ahead.values() for copy in copies)
+        return all(copy.done() for copy in (*self.weights.values(), *ahead))
 
     def _hand_over_sums(self) -> None:
         """Each unit's sums in one slab, times the call's scale, rounded once to the gradient dtype."""
         scale = 1.0 if self._call is None else self._call.scale  # None: no micro-batch ran, so there are no sums
         for position in reversed(self.layers):
             self._at("gradients", position)
-            parts, copies = [], []
+            parts: list[SlabPart] = []
+            copies: list[Pieces] = []
             for unit in self._model.trainable_units(position):
                 sums = [self._sums.pop((position, unit.index, index), None) for index in range(len(unit.params))]
                 if all(total is None for total in sums):
@@ -443,9 +464,10 @@ class Stage:
                     if total is not None:
                         total = total if scale == 1 else total * scale
                         view(slab, offset, param.shape, param.grad_dtype).copy_(total)
-                copies.append(self._transfers.download(slab, self._store.bytes_of(extent), "grad"))
+                copies.append(self._transfers.download_pieces(slab, self._store.bytes_of(extent)))
                 parts.append(SlabPart(unit.index, extent, tuple(total is not None for total in sums)))
             self._outbox.add(SlabEvent(self.task.slot, position, tuple(parts)), copies)
+            self.gradients += copies
 
     # --- publishing
 
@@ -491,7 +513,7 @@ class Stage:
         return (kind, self.task.call, self._m, position)
 
     def _upload(self, handle: TensorHandle) -> Copy:
-        return self._transfers.upload(self._store.tensor(handle), "act")
+        return self._transfers.upload(self._store.tensor(handle))
 
     def _take_apart(self, value: Any, position: int) -> tuple[bytes, list[torch.Tensor]]:
         if type(value) is torch.Tensor and value.layout is torch.strided:

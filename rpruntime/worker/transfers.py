@@ -3,12 +3,14 @@
     activations up | activations down | weights up | gradients down | compute        five CUDA streams
 
 `upload` and `download` return at once; `Copy.wait()` makes what computes next see the copied data, `Copy.done()` says
-whether the host may act on it. A CPU device copies on the spot; `DelayedTransfers` is the double that copies late and
+whether the host may act on it. Weights and gradients go in pieces (`windows.py`), each behind the activations that are
+on their way in its direction. A CPU device copies on the spot; `DelayedTransfers` is the double that copies late and
 out of order, so that whoever uses data too early computes nonsense.
 """
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -28,17 +30,45 @@ class Copy(Protocol):
         ...
 
 
+class Pieces(Copy, Protocol):
+    """A copy of bytes that starts piece by piece; it is done when every byte is there."""
+
+    nbytes: int
+
+    def start(self, first: int, stop: int) -> None:
+        """Start copying bytes [first, stop); each byte once."""
+        ...
+
+
+TRANSFERS_VARIABLE = "RPRUNTIME_TRANSFERS"
+"""For measurements: "windows" (the default), "stage" (a whole stage's weights or gradients at once) or "none" (copies
+are part of the computation, nothing overlaps)."""
+
+
+def transfers_mode() -> str:
+    """The variant that the environment asks for."""
+    return os.environ.get(TRANSFERS_VARIABLE, "windows")
+
+
 class Transfers(Protocol):
     """What a stage needs of its device."""
 
     device: torch.device
 
-    def upload(self, host: torch.Tensor, kind: str) -> Copy:
-        """Start copying host bytes to a new tensor on the device. `kind`: "act" or "weights"."""
+    def upload(self, host: torch.Tensor) -> Copy:
+        """Start copying an activation, a buffer or labels to a new tensor on the device."""
         ...
 
-    def download(self, source: torch.Tensor, host: torch.Tensor, kind: str) -> Copy:
-        """Start copying a device tensor, as computed so far, to host memory. `kind`: "act" or "grad"."""
+    def download(self, source: torch.Tensor, host: torch.Tensor) -> Copy:
+        """Start copying a device tensor, as computed so far, to host memory."""
+        ...
+
+    def upload_pieces(self, host: torch.Tensor) -> Pieces:
+        """A new tensor on the device for weights (uint8 [n]), and the copy into it, of which nothing has started."""
+        ...
+
+    def download_pieces(self, source: torch.Tensor, host: torch.Tensor) -> Pieces:
+        """The copy of gradients (uint8 [n]), as computed so far, to host memory; nothing has started."""
         ...
 
     def mark(self) -> Any:
@@ -73,6 +103,26 @@ class _Finished:
         return True
 
 
+class _HostPieces:
+    """Pieces that are copied as they start."""
+
+    def __init__(self, source: torch.Tensor, result: torch.Tensor) -> None:
+        self.nbytes = source.numel()
+        self._source, self._result = source, result
+        self._left = self.nbytes
+
+    def start(self, first: int, stop: int) -> None:
+        self._result[first:stop].copy_(self._source[first:stop])
+        self._left -= stop - first
+
+    def wait(self) -> torch.Tensor:
+        assert not self._left, "waited for a copy that has not started"
+        return self._result
+
+    def done(self) -> bool:
+        return not self._left
+
+
 class CpuTransfers:
     """A CPU device: every copy is real and immediate."""
 
@@ -80,11 +130,17 @@ class CpuTransfers:
         self.device = torch.device("cpu")
         self._clock = clock
 
-    def upload(self, host: torch.Tensor, kind: str) -> Copy:
+    def upload(self, host: torch.Tensor) -> Copy:
         return _Finished(_like(host, self.device).copy_(host))
 
-    def download(self, source: torch.Tensor, host: torch.Tensor, kind: str) -> Copy:
+    def download(self, source: torch.Tensor, host: torch.Tensor) -> Copy:
         return _Finished(host.copy_(source))
+
+    def upload_pieces(self, host: torch.Tensor) -> Pieces:
+        return _HostPieces(host, _like(host, self.device))
+
+    def download_pieces(self, source: torch.Tensor, host: torch.Tensor) -> Pieces:
+        return _HostPieces(source, host)
 
     def mark(self) -> float:
         return self._clock()
@@ -122,34 +178,90 @@ class _CudaCopy:
         return self._event.query()
 
 
+class _CudaPieces:
+    """Pieces on a stream of their own, behind the newest activation in their direction."""
+
+    def __init__(self, owner: CudaTransfers, direction: str, source: torch.Tensor, result: torch.Tensor) -> None:
+        self.nbytes = source.numel()
+        self._owner, self._direction = owner, direction
+        self._source, self._result = source, result  # alive until the copy has been waited for
+        self._left = self.nbytes
+        self._event = torch.cuda.Event()
+        self._computed: torch.cuda.Event | None = None
+        if direction == "down":
+            self._computed = torch.cuda.Event()
+            self._computed.record()
+
+    def start(self, first: int, stop: int) -> None:
+        stream = self._owner.pieces_stream(self._direction)
+        if self._computed is not None:
+            stream.wait_event(self._computed)
+        with torch.cuda.stream(stream):
+            self._result[first:stop].copy_(self._source[first:stop], non_blocking=True)
+            self._left -= stop - first
+            if not self._left:
+                self._event.record()
+
+    def wait(self) -> torch.Tensor:
+        assert not self._left, "waited for a copy that has not started"
+        torch.cuda.current_stream().wait_event(self._event)
+        if self._result.is_cuda:
+            self._result.record_stream(torch.cuda.current_stream())
+        return self._result
+
+    def done(self) -> bool:
+        return not self._left and self._event.query()
+
+
 class CudaTransfers:
     """A CUDA device: every kind of copy on a stream of its own, ordered against compute by events alone."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
-        self._up = {kind: torch.cuda.Stream() for kind in ("act", "weights")}
-        self._down = {kind: torch.cuda.Stream() for kind in ("act", "grad")}
+        alone = transfers_mode() == "none"
+        self._act, self._pieces = (
+            {way: torch.cuda.current_stream() if alone else torch.cuda.Stream() for way in ("up", "down")}
+            for _ in range(2)
+        )
+        self._newest: dict[str, torch.cuda.Event] = {}
+        """The newest activation's copy in each direction."""
         self._origin = torch.cuda.Event(enable_timing=True)
         self._origin.record()
         self._origin.synchronize()
         self._origin_ms = clock() * 1e3
 
-    def upload(self, host: torch.Tensor, kind: str) -> Copy:
-        with torch.cuda.stream(self._up[kind]):
+    def upload(self, host: torch.Tensor) -> Copy:
+        with torch.cuda.stream(self._act["up"]):
             result = _like(host, self.device)
             result.copy_(host, non_blocking=True)
-            event = torch.cuda.Event()
+            event = self._newest["up"] = torch.cuda.Event()
             event.record()
         return _CudaCopy(event, result, host)
 
-    def download(self, source: torch.Tensor, host: torch.Tensor, kind: str) -> Copy:
-        stream = self._down[kind]
+    def download(self, source: torch.Tensor, host: torch.Tensor) -> Copy:
+        stream = self._act["down"]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             host.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
+            event = self._newest["down"] = torch.cuda.Event()
             event.record()
         return _CudaCopy(event, host, source)
+
+    def upload_pieces(self, host: torch.Tensor) -> Pieces:
+        with torch.cuda.stream(self._pieces["up"]):
+            result = _like(host, self.device)
+        return _CudaPieces(self, "up", host, result)
+
+    def download_pieces(self, source: torch.Tensor, host: torch.Tensor) -> Pieces:
+        return _CudaPieces(self, "down", source, host)
+
+    def pieces_stream(self, way: str) -> torch.cuda.Stream:
+        """Where pieces go, "up" or "down"; what is started there next comes behind the newest activation."""
+        stream = self._pieces[way]
+        newest = self._newest.pop(way, None)  # once is enough: a stream keeps its order
+        if newest is not None:
+            stream.wait_event(newest)
+        return stream
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -172,12 +284,20 @@ class CudaTransfers:
 
 
 class _DelayedCopy:
-    def __init__(self, owner: DelayedTransfers, source: torch.Tensor, result: torch.Tensor) -> None:
+    def __init__(self, owner: DelayedTransfers, source: torch.Tensor, result: torch.Tensor, left: int = 0) -> None:
+        self.nbytes = source.numel()
         self._owner = owner
         self._source = source
         self._result = result
+        self._left = left
+        """Bytes that have not started."""
         self.polls_left = owner.random.randrange(4)
         self.finished = False
+
+    def start(self, first: int, stop: int) -> None:
+        self._left -= stop - first
+        if not self._left:
+            self._owner.add(self)
 
     def perform(self) -> None:
         if not self.finished:
@@ -185,12 +305,13 @@ class _DelayedCopy:
             self.finished = True
 
     def wait(self) -> torch.Tensor:
+        assert not self._left, "waited for a copy that has not started"
         self.perform()
         return self._result
 
     def done(self) -> bool:
         self._owner.tick()
-        return self.finished
+        return self.finished or not self.nbytes
 
 
 class DelayedTransfers(CpuTransfers):
@@ -201,20 +322,34 @@ class DelayedTransfers(CpuTransfers):
         self.random = random.Random(seed)
         self._pending: list[_DelayedCopy] = []
 
-    def upload(self, host: torch.Tensor, kind: str) -> Copy:
-        result = _like(host, self.device)
-        _poison(result)
-        return self._start(host, result)
+    def upload(self, host: torch.Tensor) -> Copy:
+        return self._start(host, self._poisoned(host))
 
-    def download(self, source: torch.Tensor, host: torch.Tensor, kind: str) -> Copy:
+    def download(self, source: torch.Tensor, host: torch.Tensor) -> Copy:
         # a stream copies what was computed by then, so the source is frozen here; the destination is not
         _poison(host)
         return self._start(source.clone(), host)
 
     def _start(self, source: torch.Tensor, result: torch.Tensor) -> Copy:
         copy = _DelayedCopy(self, source, result)
-        self._pending.append(copy)
+        self.add(copy)
         return copy
+
+    def upload_pieces(self, host: torch.Tensor) -> Pieces:
+        return _DelayedCopy(self, host, self._poisoned(host), host.numel())
+
+    def download_pieces(self, source: torch.Tensor, host: torch.Tensor) -> Pieces:
+        _poison(host)
+        return _DelayedCopy(self, source.clone(), host, source.numel())
+
+    def _poisoned(self, host: torch.Tensor) -> torch.Tensor:
+        result = _like(host, self.device)
+        _poison(result)
+        return result
+
+    def add(self, copy: _DelayedCopy) -> None:
+        """A copy has started."""
+        self._pending.append(copy)
 
     def tick(self) -> None:
         self.random.shuffle(self._pending)
@@ -228,5 +363,7 @@ class DelayedTransfers(CpuTransfers):
 def _poison(tensor: torch.Tensor) -> None:
     if tensor.is_floating_point():
         tensor.fill_(float("nan"))
+    elif tensor.dtype == torch.uint8:  # a slab: not-a-number in every floating dtype
+        tensor.fill_(255)
     else:
         tensor.zero_()
