@@ -744,3 +744,28 @@ class RestoredMsg:
     model: int
     request: int
     unit: int
+
+
+# --- traces ----------------------------------------------------------------------------------------------------
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class TraceMsg:
+    """Controller to workers and optimizer: send `TraceSpansMsg` from now on, or no more."""
+
+    on: bool
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class TraceSpansMsg:
+    """Worker or optimizer to controller while it traces: what it did besides the spans of `SlotCommittedMsg`.
+
+    Rows are (stream, name, number, first layer, layer after the last, micro-batch, start, end, bytes) in milliseconds
+    of the machine's monotonic clock. `number` is the slot, in the optimizer the step; -1 where a field says nothing. A
+    worker's rows about a slot come before its `SlotCommittedMsg`.
+    """
+
+    role: str
+    rows: tuple[tuple[str, str, int, int, int, int, float, float, int], ...]
