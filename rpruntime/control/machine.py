@@ -1126,6 +1126,17 @@ class ControllerMachine:
         """Every extent that something names."""
         return self._lifetimes.live_extents()
 
+    def live_bytes(self) -> dict[str, int]:
+        """Bytes that are named, by the kind of the key; an extent that several name counts once."""
+        found: dict[str, int] = {}
+        seen: set[Extent] = set()
+        for key in self._lifetimes.live_keys():
+            for extent in self._lifetimes.extents(key) or ():
+                if extent not in seen:
+                    seen.add(extent)
+                    found[key[0]] = found.get(key[0], 0) + extent.nbytes
+        return found
+
 
 def _combined_loss(call: _Call) -> float:
     """The fp32 sum, in order, of the weighted losses (docs/numerics.md)."""
