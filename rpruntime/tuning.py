@@ -7,8 +7,10 @@ Pure: fed with the spans that workers report, asked for the next iteration's pla
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from rpruntime.errors import ConfigError
@@ -27,7 +29,8 @@ MIN_LATER_GAIN = 0.08
 """The same once it has changed: every change makes processes reserve memory of other sizes."""
 NUM_ANNOUNCED = 2
 """Changes that are told to the user; later ones are only logged."""
-SMOOTHING = 0.2
+NUM_SAMPLES = 25
+"""Micro-batches whose times of a layer count."""
 MEMORY_FRACTION = 0.9
 SHRINK = 0.8
 """After a device was out of memory, a stage may need this part of what the plan's largest one was thought to need."""
@@ -38,15 +41,23 @@ Span = tuple[str, int, int, int, float, float]
 """(phase, first layer, layer after the last, micro-batch, start, end); see `SlotCommittedMsg`."""
 
 
-@dataclass
-class _Average:
-    value: float = 0.0
-    count: int = 0
+class _Recent:
+    """The median of the newest samples: one micro-batch that waited for memory says nothing about a layer."""
+
+    def __init__(self) -> None:
+        self._samples: deque[float] = deque(maxlen=NUM_SAMPLES)
 
     def add(self, sample: float) -> None:
-        self.count += 1
-        weight = max(SMOOTHING, 1 / self.count)
-        self.value += weight * (sample - self.value)
+        self._samples.append(sample)
+
+    @property
+    def count(self) -> int:
+        return len(self._samples)
+
+    @property
+    def value(self) -> float:
+        """0 without samples."""
+        return median(self._samples) if self._samples else 0.0
 
 
 @dataclass
@@ -70,8 +81,10 @@ class Tuner:
 
     def __post_init__(self) -> None:
         self.plan = self.fixed or ExecutionPlan.one_layer_a_stage(self.num_layers)
-        self._forward = [_Average() for _ in range(self.num_layers)]
-        self._backward = [_Average() for _ in range(self.num_layers)]
+        self._forward = [_Recent() for _ in range(self.num_layers)]
+        self._backward = [_Recent() for _ in range(self.num_layers)]
+        self._alone = [_Recent() for _ in range(self.num_layers)]
+        """Backward of layers that were a stage of their own."""
         self._peak = [0] * self.num_layers
         self._num_changes = 0
         self._next_look = 1 + MEASURED_ITERATIONS
@@ -87,7 +100,7 @@ class Tuner:
     @property
     def forward_ms(self) -> list[float]:
         """Forward of each layer and micro-batch; the loss counts as the last layer's."""
-        return [average.value for average in self._forward]
+        return [recent.value for recent in self._forward]
 
     @property
     def backward_ms(self) -> list[float]:
@@ -108,6 +121,8 @@ class Tuner:
                 self._forward[start].add(taken)
             elif phase == "backward":
                 backward.update(range(start, stop))
+                if stop == start + 1:
+                    self._alone[start].add(taken)
                 share = self._shares(start, stop)
                 for layer in range(start, stop):
                     extra = loss if layer == self.num_layers - 1 else 0.0
@@ -126,14 +141,14 @@ class Tuner:
 
     def _shares(self, start: int, stop: int) -> list[float]:
         """How a stage's backward divides over its layers: as they were when each was timed alone."""
-        known = [self._backward[layer].value or 1e-9 for layer in range(start, stop)]
+        known = [self._alone[layer].value or self._backward[layer].value or 1e-9 for layer in range(start, stop)]
         return [value / sum(known) for value in known]
 
     def before_iteration(self, iteration: int, num_microbatches: int, *, asynchronous: bool) -> ExecutionPlan:
         """The plan of the next iteration."""
         if self._failed:
             self._make_smaller(iteration, num_microbatches, asynchronous=asynchronous)
-        elif self.fixed is None and iteration >= self._next_look and all(average.count for average in self._backward):
+        elif self.fixed is None and iteration >= self._next_look and all(recent.count for recent in self._backward):
             self._next_look = iteration + REPLAN_INTERVAL
             self._look(num_microbatches, asynchronous=asynchronous)
         return self.plan

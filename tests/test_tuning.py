@@ -84,6 +84,16 @@ def test_a_stage_of_several_layers_is_divided_as_they_were_alone_and_the_loss_is
     assert tuner.backward_ms[1] == pytest.approx(before[1] + 4.0 / 2)
 
 
+def test_a_layer_that_once_waited_for_memory_is_not_taken_for_a_slow_one() -> None:
+    tuner = Tuner(2, 1)
+    tuner.observe([*spans(range(1), 1.0), *spans(range(1, 2), 400.0)], 0)
+    for _ in range(4):
+        tuner.observe([*spans(range(1), 1.0), *spans(range(1, 2), 3.0)], 0)
+    tuner.observe([("backward", 0, 2, 0, 0.0, 8.0)], 0)
+    assert tuner.forward_ms == pytest.approx([1.0, 3.0])
+    assert tuner.backward_ms == pytest.approx([1.0 + 2.0, 3.0 + 6.0])
+
+
 def expect(monkeypatch: pytest.MonkeyPatch, tuner: Tuner, now: float, then: float, found: ExecutionPlan) -> None:
     current = tuner.plan
     monkeypatch.setattr(tuning, "partition", lambda *_, **__: found)

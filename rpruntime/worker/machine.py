@@ -537,7 +537,7 @@ class WorkerMachine:
             return task.grad_to
         if key[0] == "buffer":
             if key[2] == self._calls[task.call].num_microbatches - 1:  # the next call's workers are not known yet
-                return self._peers
+                return (*self._peers, OPTIMIZER)  # which keeps those of a step
             return tuple(dict.fromkeys((self.role, *task.buffer_to)))
         assert key[0] == "out"
         return ()
