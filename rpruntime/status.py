@@ -10,6 +10,7 @@
          40  layer        where in it the user's code is; -1: in no layer
          48  microbatch   -1: none
          56  phase        24 bytes of UTF-8, zeros at its end: "forward", "recompute", "backward", "loss"...
+         80  copied       four words: bytes of weights up, activations up, activations down, gradients down so far
 
 All words are signed 64-bit in the machine's order, each written by one aligned store. A file and not shared memory,
 because it must outlive a SIGKILL and still be found by name; a page of the kernel's cache, so writing costs a store.
@@ -35,7 +36,8 @@ BEAT_S = 0.5
 
 _HEARTBEAT, _BUSY, _PROGRESS, _FINISHING, _SLOT, _LAYER, _MICROBATCH = range(7)
 _PHASE_AT, _PHASE_BYTES = 56, 24
-_PAGE = struct.Struct(f"@7q{_PHASE_BYTES}s")
+_COPIED = (_PHASE_AT + _PHASE_BYTES) // 8
+_PAGE = struct.Struct(f"@7q{_PHASE_BYTES}s4q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class Status:
     layer: int = -1
     microbatch: int = -1
     phase: str = ""
+    copied: tuple[int, int, int, int] = (0, 0, 0, 0)
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -70,6 +73,8 @@ class StatusWriter(Protocol):
 
     def finishing(self, slot: int) -> None: ...
 
+    def copied(self, kind: int, nbytes: int) -> None: ...
+
 
 class NullStatus:
     """No page: inline sessions, whose user sees for himself what hangs."""
@@ -87,6 +92,9 @@ class NullStatus:
         """Nothing."""
 
     def finishing(self, slot: int) -> None:
+        """Nothing."""
+
+    def copied(self, kind: int, nbytes: int) -> None:
         """Nothing."""
 
 
@@ -154,6 +162,19 @@ class StatusPage:
             self._words[_FINISHING] = slot
             self.progress()
 
+    def copied(self, kind: int, nbytes: int) -> None:
+        """So many bytes more are copied; `kind` 0 to 3 in the order of the page."""
+        self._words[_COPIED + kind] += nbytes
+
+    @property
+    def task(self) -> str:
+        """What is being launched, for the lines of the log; "" for nothing."""
+        words = self._words
+        slot, layer = words[_SLOT], words[_LAYER]
+        if not slot:
+            return ""
+        return f"slot {slot}" + (f" layer {layer}" if layer >= 0 else "")
+
     def _encoded(self, phase: str) -> bytes:
         found = phase.encode()[:_PHASE_BYTES].ljust(_PHASE_BYTES, b"\0")
         self._phases[phase] = found
@@ -173,11 +194,12 @@ def read(path: Path) -> Status | None:
         return None
     if len(data) < PAGE_BYTES:
         return None
-    heartbeat, busy, progress, finishing, slot, layer, microbatch, phase = _PAGE.unpack_from(data)
+    heartbeat, busy, progress, finishing, slot, layer, microbatch, phase, *copied = _PAGE.unpack_from(data)
     if heartbeat == 0:  # its file is there, but nothing was written yet
         return None
     text = phase.rstrip(b"\0").decode(errors="replace")
-    return Status(heartbeat, bool(busy or slot or finishing), progress, finishing, slot, layer, microbatch, text)
+    is_busy, (w, up, down, g) = bool(busy or slot or finishing), copied
+    return Status(heartbeat, is_busy, progress, finishing, slot, layer, microbatch, text, (w, up, down, g))
 
 
 def start_heartbeat(page: StatusWriter) -> threading.Thread:

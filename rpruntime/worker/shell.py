@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +15,12 @@ import torch
 from rpruntime.recording import record
 from rpruntime.status import NullStatus, StatusWriter
 from rpruntime.store.arena import Arena
+from rpruntime.trace.spans import MESSAGES
 from rpruntime.wire.codec import unpack_struct
 from rpruntime.wire.mailbox import Post
-from rpruntime.wire.messages import ForgetMsg, LoadModelMsg, ModelSpec, RoleFailedMsg
+from rpruntime.wire.messages import ForgetMsg, LoadModelMsg, ModelSpec, RoleFailedMsg, SlotTask, TraceMsg
 from rpruntime.worker import machine as m
+from rpruntime.worker.copies import CopyLog
 from rpruntime.worker.failures import describe
 from rpruntime.worker.memory import forget_frames, free_caches, is_out_of_memory
 from rpruntime.worker.modules import WorkerModel, read_bytes
@@ -62,6 +65,7 @@ class WorkerShell:
         self._arena = arena
         self._transfers = transfers
         self._device_name = device_name
+        self._log = transfers.log = CopyLog(self._status)
         blocking = os.environ.get(CONSISTENCY_VARIABLE) == "blocking"
         self._machine = m.WorkerMachine(post.role, peers, blocking=blocking)
         self._peers = peers
@@ -109,12 +113,14 @@ class WorkerShell:
 
     def step(self, messages: list[Any]) -> bool:
         """Take messages in and do what is to be done now; at most one micro-batch. True: something was done."""
+        began = time.monotonic()
         self._collect()
         # what happened here comes first: a slot that has ended must not be dropped by a cancel that came after
         events = [*self._events, *(msg for msg in map(self._opened, messages) if self._machine.understands(msg))]
         self._events.clear()
         self._tell_slots()
         instructions = self._machine.handle(*events)
+        self._trace(messages, began)
         if instructions:
             self._status.set_busy(True)
         for instruction in instructions:
@@ -124,6 +130,25 @@ class WorkerShell:
         self._status.set_busy(self.is_waiting_for_copies or bool(self._events))
         self._tell_slots()
         return bool(events or instructions)
+
+    def _trace(self, messages: list[Any], began: float) -> None:
+        for msg in messages:
+            if isinstance(msg, TraceMsg):
+                self._log.switch(msg.on)
+        if messages and self._log.on:
+            times = began * 1e3, time.monotonic() * 1e3
+            self._log.spans.add(MESSAGES, f"{len(messages)} messages", *times)
+
+    def _send_trace(self) -> None:
+        """Before a slot's end is told: who reads the trace knows of the slot until then."""
+        if self._log.on:
+            self._log.settle(self._transfers)
+            for msg in self._log.spans.take(self._post.role):
+                self._post.send(m.CONTROLLER, msg)
+
+    def _place(self, task: SlotTask, microbatch: int = -1) -> None:
+        """What is copied from now on belongs here."""
+        self._log.place = (task.slot, *task.layers, microbatch)
 
     def _tell_slots(self) -> None:
         """A slot that has begun to hand over its gradients is not blamed for what happens next: its code has run."""
@@ -153,6 +178,7 @@ class WorkerShell:
         for stage in [stage for stage in self._finishing if not stage.publications and reached(stage.end)]:
             self._finishing.remove(stage)
             self._handed_over.discard(stage.task.slot)
+            self._send_trace()
             self._events.append(m.SlotDoneEvent(stage.task.slot, stage.spans(), self._transfers.peak_bytes()))
         for stage in self._dropping:
             stage.take_published()
@@ -195,6 +221,7 @@ class WorkerShell:
             status=self._status,
         )
         self._stages[task.slot] = stage
+        self._place(task)
         try:
             for unit, extent in instruction.units.items():
                 stage.weights[unit] = self._transfers.upload_pieces(self._arena.store.bytes_of(extent))
@@ -203,6 +230,7 @@ class WorkerShell:
         self._up[task.slot] = Windows(list(stage.weights.values()), self._left if self._in_windows else 0)
 
     def _prefetch(self, instruction: m.Prefetch) -> None:
+        self._place(instruction.task, instruction.microbatch)
         try:
             self._stages[instruction.task.slot].prefetch(instruction.inputs)
         except torch.OutOfMemoryError:
@@ -229,6 +257,7 @@ class WorkerShell:
             microbatches = instruction.task.microbatches
             self._left = len(microbatches) - 1 - microbatches.index(instruction.microbatch)
             self._open_windows()
+            self._place(instruction.task, instruction.microbatch)
             stage.run(instruction)
         except BaseException as err:
             self._report(stage, err)
@@ -240,6 +269,7 @@ class WorkerShell:
 
     def _finish(self, instruction: m.FinishSlot) -> None:
         stage = self._stages[instruction.task.slot]
+        self._place(instruction.task)
         try:
             stage.finish()
         except Exception as err:

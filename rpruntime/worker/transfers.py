@@ -10,12 +10,16 @@ out of order, so that whoever uses data too early computes nonsense.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
+
+from rpruntime.status import NullStatus
+from rpruntime.worker.copies import ACTIVATIONS_DOWN, ACTIVATIONS_UP, GRADIENTS_DOWN, WEIGHTS_UP, CopyLog, Place
 
 
 class Copy(Protocol):
@@ -54,6 +58,8 @@ class Transfers(Protocol):
     """What a stage needs of its device."""
 
     device: torch.device
+    log: CopyLog
+    """Is told of every copy."""
 
     def upload(self, host: torch.Tensor) -> Copy:
         """Start copying an activation, a buffer or labels to a new tensor on the device."""
@@ -106,14 +112,17 @@ class _Finished:
 class _HostPieces:
     """Pieces that are copied as they start."""
 
-    def __init__(self, source: torch.Tensor, result: torch.Tensor) -> None:
+    def __init__(self, owner: CpuTransfers, kind: int, source: torch.Tensor, result: torch.Tensor) -> None:
         self.nbytes = source.numel()
+        self._owner, self._kind, self._place = owner, kind, owner.log.place
         self._source, self._result = source, result
         self._left = self.nbytes
 
     def start(self, first: int, stop: int) -> None:
+        begin = self._owner.mark()
         self._result[first:stop].copy_(self._source[first:stop])
         self._left -= stop - first
+        self._owner.copied(self._kind, self._place, begin, stop - first)
 
     def wait(self) -> torch.Tensor:
         assert not self._left, "waited for a copy that has not started"
@@ -128,19 +137,32 @@ class CpuTransfers:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.device = torch.device("cpu")
+        self.log = CopyLog(NullStatus())
         self._clock = clock
 
     def upload(self, host: torch.Tensor) -> Copy:
-        return _Finished(_like(host, self.device).copy_(host))
+        begin = self.mark()
+        result = _like(host, self.device).copy_(host)
+        self.copied(ACTIVATIONS_UP, self.log.place, begin, host.nbytes)
+        return _Finished(result)
 
     def download(self, source: torch.Tensor, host: torch.Tensor) -> Copy:
-        return _Finished(host.copy_(source))
+        begin = self.mark()
+        host.copy_(source)
+        self.copied(ACTIVATIONS_DOWN, self.log.place, begin, host.nbytes)
+        return _Finished(host)
 
     def upload_pieces(self, host: torch.Tensor) -> Pieces:
-        return _HostPieces(host, _like(host, self.device))
+        return _HostPieces(self, WEIGHTS_UP, host, _like(host, self.device))
 
     def download_pieces(self, source: torch.Tensor, host: torch.Tensor) -> Pieces:
-        return _HostPieces(source, host)
+        return _HostPieces(self, GRADIENTS_DOWN, source, host)
+
+    def copied(self, kind: int, place: Place, begin: float, nbytes: int) -> None:
+        """A copy that began then has just ended."""
+        self.log.count(kind, nbytes)
+        if self.log.on:
+            self.log.note(kind, place, begin, self.mark(), nbytes)
 
     def mark(self) -> float:
         return self._clock()
@@ -184,6 +206,7 @@ class _CudaPieces:
     def __init__(self, owner: CudaTransfers, direction: str, source: torch.Tensor, result: torch.Tensor) -> None:
         self.nbytes = source.numel()
         self._owner, self._direction = owner, direction
+        self._place = owner.log.place
         self._source, self._result = source, result  # alive until the copy has been waited for
         self._left = self.nbytes
         self._event = torch.cuda.Event()
@@ -197,7 +220,9 @@ class _CudaPieces:
         if self._computed is not None:
             stream.wait_event(self._computed)
         with torch.cuda.stream(stream):
-            self._result[first:stop].copy_(self._source[first:stop], non_blocking=True)
+            kind = WEIGHTS_UP if self._direction == "up" else GRADIENTS_DOWN
+            with self._owner.noted(kind, self._place, stop - first):
+                self._result[first:stop].copy_(self._source[first:stop], non_blocking=True)
             self._left -= stop - first
             if not self._left:
                 self._event.record()
@@ -218,6 +243,7 @@ class CudaTransfers:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
+        self.log = CopyLog(NullStatus())
         alone = transfers_mode() == "none"
         self._act, self._pieces = (
             {way: torch.cuda.current_stream() if alone else torch.cuda.Stream() for way in ("up", "down")}
@@ -233,7 +259,8 @@ class CudaTransfers:
     def upload(self, host: torch.Tensor) -> Copy:
         with torch.cuda.stream(self._act["up"]):
             result = _like(host, self.device)
-            result.copy_(host, non_blocking=True)
+            with self.noted(ACTIVATIONS_UP, self.log.place, host.nbytes):
+                result.copy_(host, non_blocking=True)
             event = self._newest["up"] = torch.cuda.Event()
             event.record()
         return _CudaCopy(event, result, host)
@@ -242,7 +269,8 @@ class CudaTransfers:
         stream = self._act["down"]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            host.copy_(source, non_blocking=True)
+            with self.noted(ACTIVATIONS_DOWN, self.log.place, host.nbytes):
+                host.copy_(source, non_blocking=True)
             event = self._newest["down"] = torch.cuda.Event()
             event.record()
         return _CudaCopy(event, host, source)
@@ -254,6 +282,17 @@ class CudaTransfers:
 
     def download_pieces(self, source: torch.Tensor, host: torch.Tensor) -> Pieces:
         return _CudaPieces(self, "down", source, host)
+
+    @contextlib.contextmanager
+    def noted(self, kind: int, place: Place, nbytes: int) -> Iterator[None]:
+        """A copy that is launched in the block, on the current stream."""
+        self.log.count(kind, nbytes)
+        if not self.log.on:
+            yield
+            return
+        begin = self.mark()
+        yield
+        self.log.note(kind, place, begin, self.mark(), nbytes)
 
     def pieces_stream(self, way: str) -> torch.cuda.Stream:
         """Where pieces go, "up" or "down"; what is started there next comes behind the newest activation."""
