@@ -20,6 +20,7 @@ from rpruntime.control import events as ev
 from rpruntime.control.machine import MAX_TASK_FAILURES, OPTIMIZER, ControllerMachine
 from rpruntime.errors import RoundPipeError, SessionLost, WorkerDied
 from rpruntime.interrupts import uninterrupted
+from rpruntime.observer import Observer
 from rpruntime.recording import record
 from rpruntime.store.arena import Arena, Store
 from rpruntime.store.handle import by_owner, role_of
@@ -87,6 +88,7 @@ class Client:
         self._pid = os.getpid()
         self._inline = hasattr(session, "drive")
         self._thread: threading.Thread | None = None
+        self.observer = Observer(self)
         atexit.register(self._at_exit)
 
     def wait_roles(self) -> None:
@@ -98,6 +100,7 @@ class Client:
             for msg in self.session.backlog:
                 self._take(msg)
             self.session.backlog.clear()
+            self.observer.roles_ready()
         if not self._inline:
             self._thread = threading.Thread(target=self._receive, name="rpruntime-client", daemon=True)
             self._thread.start()
@@ -216,12 +219,20 @@ class Client:
             if self._closed:
                 return False
             if came:
-                for msg in self.session.post.receive():
-                    self._take(msg)
+                self._take_all(self.session.post.receive())
                 self._changed.notify_all()
+            self.observer.tick()
         return True
 
+    def _take_all(self, messages: list[Any]) -> None:
+        began = time.monotonic()
+        for msg in messages:
+            self._take(msg)
+        self.observer.took(len(messages), began)
+
     def _take(self, msg: Any) -> None:
+        if self.observer.came(msg):
+            return
         if isinstance(msg, RoleDiedMsg) and msg.role == OPTIMIZER:  # its update may be half done
             self._broken = self._broken or WorkerDied(
                 f"{msg.role} (pid {msg.pid}) died: {msg.reason}; log {self._log_of(msg.role)}; {self._resume_from()}"
@@ -256,6 +267,7 @@ class Client:
             if isinstance(instruction, ev.Send):
                 if isinstance(instruction.msg, FreeMsg):
                     self.slabs.note_freed(instruction.msg.extents)
+                self.observer.sent(instruction.role, instruction.msg)
                 self.session.post.send(instruction.role, instruction.msg)
             elif isinstance(instruction, ev.FreeOwn):
                 for extent in instruction.extents:
@@ -296,9 +308,9 @@ class Client:
         while busy:
             busy = self.session.drive()
             with self._changed:
-                for msg in self.session.post.receive():
-                    self._take(msg)
-                    busy = True
+                messages = self.session.post.receive()
+                self._take_all(messages)
+                busy = busy or bool(messages)
 
     # --- end
 
@@ -311,6 +323,7 @@ class Client:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()  # it looks up every POLL_S; the mailbox may be closed only after it
         with self._changed:
+            self.observer.close()
             self._changed.notify_all()
 
     def _at_exit(self) -> None:
