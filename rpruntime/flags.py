@@ -57,6 +57,7 @@ FLAGS: tuple[Flag, ...] = (
         "N",
         least=1,
     ),
+    Flag("device-memory", None, "number", "devices", "what a run may use of each GPU (default: all)", "GIB"),
     Flag("host-memory", None, "number", "devices", "RAM to count on where the reading is wrong", "GIB"),
     Flag("name", None, "text", "session", "name of the session (default: adjective-animal)", "NAME"),
     Flag("log-dir", None, "text", "session", "where the logs go (default: the session's folder)", "DIR"),

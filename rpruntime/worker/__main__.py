@@ -30,17 +30,17 @@ IDLE_WAIT_S = 1.0
 COPY_POLL_S = 0.0002
 
 
-def make_transfers(device: str) -> tuple[Transfers, dict[str, object]]:
-    """The device's copies and what the launcher is told about it."""
+def make_transfers(device: str, limit_gib: float | None) -> tuple[Transfers, dict[str, object]]:
+    """The device's copies and what the launcher is told about it. `limit_gib`: of its memory for this process."""
     if not device.startswith("cuda"):
         return CpuTransfers(time.monotonic), {"device": device, "name": "CPU", "memory_bytes": 0}
     torch.cuda.init()
     properties = torch.cuda.get_device_properties(0)  # the launcher lets this process see one device
-    return CudaTransfers(time.monotonic), {
-        "device": device,
-        "name": properties.name,
-        "memory_bytes": properties.total_memory,
-    }
+    memory = properties.total_memory
+    if limit_gib is not None and limit_gib * 2**30 < memory:
+        torch.cuda.set_per_process_memory_fraction(limit_gib * 2**30 / memory)
+        memory = int(limit_gib * 2**30)
+    return CudaTransfers(time.monotonic), {"device": device, "name": properties.name, "memory_bytes": memory}
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def main() -> None:
     device = child.device
     torch.set_num_threads(int(child.config["threads_per_worker"]))
     try:
-        transfers, info = make_transfers(device)
+        transfers, info = make_transfers(device, child.config.get("device_memory"))
     except Exception as err:
         child.start_failed(f"{device} cannot be used: {err}")
         return

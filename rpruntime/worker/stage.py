@@ -31,6 +31,7 @@ from rpruntime.worker.memory import explain, read_memory
 from rpruntime.worker.modules import WorkerModel
 from rpruntime.worker.outbox import Outbox, Publication
 from rpruntime.worker.segment import Entered, Segment, enter_tensors
+from rpruntime.worker.sums import add_to
 from rpruntime.worker.transfers import Copy, Pieces, Transfers
 
 MAX_METRICS = 1000
@@ -379,7 +380,7 @@ class Stage:
             wide = torch.promote_types(grad.dtype, torch.float32)
             self._sums[position, unit, index] = grad.to(wide)
         else:
-            total.add_(grad)
+            add_to(total, grad)
 
     def finish(self) -> None:
         """Launch the rest: sums are ready to go to the host, deepest position first; the device lets go of the weights.
