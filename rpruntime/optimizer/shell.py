@@ -16,6 +16,7 @@ import torch
 from rpruntime.optimizer import machine as m
 from rpruntime.optimizer.snapshots import PREVIOUS, WEIGHT, Copies, Incoming, Row, parts_of
 from rpruntime.optimizer.units import Scratch, Unit, revive_optimizer, write_params
+from rpruntime.optimizer.tracing import OptimizerTrace
 from rpruntime.recording import record
 from rpruntime.store.arena import Arena
 from rpruntime.store.handle import Extent
@@ -30,6 +31,7 @@ from rpruntime.wire.messages import (
     ModelSpec,
     RoleFailedMsg,
     StateMsg,
+    TraceMsg,
     UnitSpec,
 )
 from rpruntime.worker.failures import describe
@@ -77,6 +79,7 @@ class OptimizerShell:
         self._scratch = Scratch()
         self._started: dict[tuple[int, int], float] = {}
         self._todo: deque[Any] = deque()
+        self._trace = OptimizerTrace()
         self._carry_out: dict[type, Callable[[Any], Any]] = {
             m.Send: lambda i: self._post.send(i.role, i.msg),
             m.BuildModel: self._build,
@@ -98,20 +101,36 @@ class OptimizerShell:
 
     def step(self, messages: list[Any]) -> bool:
         """Take messages in and carry out one instruction; True: there is more to do."""
+        began = time.monotonic()
         for msg in messages:
+            if isinstance(msg, TraceMsg):
+                self._trace.switch(msg.on)
             if isinstance(msg, LoadModelMsg):
                 msg = unpack_struct(bytes(self._store.tensor(msg.spec).numpy()))
             if self._machine.understands(msg):
                 self._todo.extend(self._machine.handle(msg))
+        if messages and self._trace.on:
+            self._trace.took(len(messages), began, time.monotonic())
         if self._todo:
             instruction = self._todo.popleft()
             try:
-                self._carry_out[type(instruction)](instruction)
+                self._carry_out_now(instruction)
             except Exception as err:
                 log.exception("carrying out %s", type(instruction).__name__)
                 error = describe(err, phase="step", device=self._post.role)
                 self._post.send(m.CONTROLLER, RoleFailedMsg(self._post.role, _model_of(instruction), error))
         return bool(self._todo)
+
+    def _carry_out_now(self, instruction: Any) -> None:
+        began = time.monotonic()
+        self._carry_out[type(instruction)](instruction)
+        if self._trace.on:
+            model = self._models.get(_model_of(instruction))
+            self._trace.carried_out(instruction, model and model.msg, began, time.monotonic())
+
+    def _send_trace(self) -> None:
+        for msg in self._trace.take(self._post.role):
+            self._post.send(m.CONTROLLER, msg)
 
     def _happened(self, event: Any) -> None:
         """What an instruction has led to: messages that come first (a published unit is awaited) go out at once, the
@@ -225,6 +244,7 @@ class OptimizerShell:
     def _finish_step(self, instruction: m.FinishStep) -> None:
         started = self._started.pop((instruction.msg.model, instruction.msg.step))
         msg = dataclasses.replace(instruction.msg, seconds=time.monotonic() - started)
+        self._send_trace()
         self._post.send(m.CONTROLLER, msg)
 
     def _read_state(self, instruction: m.ReadState) -> None:
