@@ -126,7 +126,8 @@ class OptimizerShell:
         self._carry_out[type(instruction)](instruction)
         if self._trace.on:
             model = self._models.get(_model_of(instruction))
-            self._trace.carried_out(instruction, model and model.msg, began, time.monotonic())
+            spec = None if model is None else model.msg
+            self._trace.carried_out(instruction, spec, began, time.monotonic())
 
     def _send_trace(self) -> None:
         for msg in self._trace.take(self._post.role):
