@@ -76,6 +76,8 @@ class Tuner:
     memory_bytes: int = 0
     fixed: ExecutionPlan | None = None
     plan: ExecutionPlan = field(init=False)
+    peak_bytes: int = 0
+    """The most that a slot under this plan has needed on its device."""
     news: str = ""
     """One line about the last change of plan, until it is read."""
 
@@ -109,6 +111,7 @@ class Tuner:
 
     def observe(self, spans: Iterable[Span], peak_bytes: int) -> None:
         """Take in what a slot took."""
+        self.peak_bytes = max(self.peak_bytes, peak_bytes)
         if self.fixed is not None:
             return
         loss = 0.0
@@ -160,7 +163,7 @@ class Tuner:
         now, then = (self._expected_ms(plan, num_microbatches, asynchronous) for plan in (self.plan, found))
         if then >= now * (1 - (MIN_LATER_GAIN if self._num_changes else MIN_GAIN)):
             return
-        self.plan = found
+        self.plan, self.peak_bytes = found, 0
         self._num_changes += 1
         text = (
             f"layers measured: now {found.num_stages} stages ({len(found.forward)} forward, {len(found.backward)} "
@@ -217,6 +220,7 @@ class Tuner:
             reduced = max(int(SHRINK * heaviest), *self._peak)
             self._reduced = min(reduced, self._reduced or reduced)
         self.plan = self._best(num_microbatches, asynchronous=asynchronous) or self._without_too_large(self.plan)
+        self.peak_bytes = 0
         self._num_changes += 1
         self._next_look = iteration + REPLAN_INTERVAL
         limit = self._limit()
