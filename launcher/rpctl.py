@@ -1,6 +1,6 @@
 """rpctl: looks at sessions and ends them.
 
-rpctl status [NAME] [--json]     rpctl logs [NAME] [ROLE]     rpctl stop NAME     rpctl clean [--logs]
+rpctl status [NAME] [--json]     rpctl logs [NAME] [ROLE] [-f]     rpctl stop NAME     rpctl clean [--logs]
 rpctl checkpoint FOLDER [--json]
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -18,20 +17,24 @@ from typing import Any
 
 import rpruntime
 from launcher import planning
+from launcher.choosing import Refused as _Refused
+from launcher.choosing import choose_session as _choose
+from launcher.choosing import running_sessions as _running
+from launcher.choosing import take_flags as _flags
 from launcher.doctor import doctor
+from launcher.logs import logs
 from launcher.screen import write
-from launcher.session import base_candidates, clean_sessions, is_alive, list_sessions, read_session
+from launcher.session import base_candidates, clean_sessions, list_sessions, read_session
 from rpruntime.checkpoint_files import list_checkpoints
 from rpruntime.errors import RoundPipeError
 from rpruntime.process import open_pidfd, start_time
 
 _LATER = ("top", "serve", "trace")
 _STOP_TIMEOUT_S = 30.0
-_ROLE = re.compile(r"optimizer|worker-\d+|(cuda|cpu):\d+")
 _USAGE = """usage: rpctl COMMAND [arguments]
 
   rpctl status [NAME] [--json]   sessions that run, and their processes
-  rpctl logs [NAME] [ROLE]       a session's logs, of one process or the end of each
+  rpctl logs [NAME] [ROLE] [-f]  a session's logs, of one process or the end of each; -f follows
   rpctl stop NAME                end a session (under rplaunch: SIGTERM to the script)
   rpctl clean [--logs]           remove what dead sessions left; their logs too with --logs
   rpctl checkpoint FOLDER [--json]   checkpoints in a folder: step, size, date, complete or not
@@ -45,21 +48,14 @@ NAME may be left out where there is one session. Come later: """ + ", ".join(_LA
 
 _HELP = {
     "status": "NAME: only this session. --json: for programs.",
-    "logs": "ROLE: optimizer, worker-0, or a device as cuda:0; its whole log. Without it the last lines of each.\n"
+    "logs": "ROLE: controller (the script), optimizer, worker-0, or a device as cuda:0; its whole log. Without it\n"
+    "the last lines of each. -f: goes on with what comes, until the session ends or Ctrl-C.\n"
     "Without NAME the session that runs; if none does, the newest that has logs.",
     "stop": "Under rplaunch the script gets SIGTERM and --shutdown-timeout seconds; else the session's processes end\n"
     "and the script gets SessionLost. Waits for the end.",
     "checkpoint": "Oldest first; load_checkpoint takes the newest complete one. --json: for programs.",
     "clean": "Sessions that run are left alone. --logs: the logs of dead ones too.",
 }
-
-
-class _Refused(Exception):
-    """A sentence for the user and an exit code."""
-
-    def __init__(self, sentence: str, code: int = 1) -> None:
-        super().__init__(sentence)
-        self.code = code
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -69,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         print(_USAGE)
         return 0 if words else 2
     commands: dict[str, Callable[[list[str]], int]] = {
-        "status": _status, "logs": _logs, "stop": _stop, "clean": _clean,
+        "status": _status, "logs": logs, "stop": _stop, "clean": _clean,
         "checkpoint": _checkpoint, "doctor": doctor, "plan": planning.plan, "simulate": planning.simulate_schedules,
     }  # fmt: skip
     command, rest = words[0], words[1:]
@@ -146,30 +142,6 @@ def _checkpoint(words: list[str]) -> int:
     return 0
 
 
-def _flags(words: list[str], known: tuple[str, ...]) -> tuple[set[str], list[str]]:
-    given = {word for word in words if word.startswith("-")}
-    unknown = given - set(known)
-    if unknown:
-        raise _Refused(f"unknown flag {sorted(unknown)[0]}", 2)
-    return given, [word for word in words if word not in given]
-
-
-def _running() -> list[Path]:
-    return [path for path in list_sessions() if is_alive(path) and read_session(path) is not None]
-
-
-def _choose(name: str | None, folders: list[Path]) -> Path:
-    if name is not None:
-        for path in folders:
-            if path.name == name:
-                return path
-        raise _Refused(f"no session {name}")
-    if len(folders) != 1:
-        names = ", ".join(path.name for path in folders)
-        raise _Refused(f"which session? {names}" if folders else "there is no session")
-    return folders[0]
-
-
 def _status(words: list[str]) -> int:
     given, names = _flags(words, ("--json",))
     running = _running()
@@ -205,53 +177,6 @@ def _describe(path: Path) -> dict[str, Any] | None:
         "devices": body["config"]["devices"],
         "roles": [{"role": role, **found} for role, found in body["roles"].items()],
     }
-
-
-def _logs(words: list[str]) -> int:
-    _, names = _flags(words, ())
-    everything = list_sessions()
-    by_name = {path.name: path for path in everything}
-    if names and names[0] in by_name:
-        folder, roles = by_name[names[0]], names[1:]
-    else:
-        folder, roles = _session_of_logs(names, everything), names
-    body = read_session(folder)
-    log_dir = Path(body["config"]["log_dir"]) if body is not None else folder
-    if not roles:
-        for log in sorted(log_dir.glob("*.log")):
-            print(f"==> {log} <==")
-            print("\n".join(log.read_text(errors="replace").splitlines()[-10:]))
-        return 0
-    role = _role_name(roles[0], body)
-    log = log_dir / f"{role}.log"
-    if not log.exists():
-        there = ", ".join(path.stem for path in sorted(log_dir.glob("*.log")))
-        raise _Refused(f"session {folder.name} has no log of {roles[0]}, only of {there or 'nobody'}")
-    print(log.read_text(errors="replace"), end="")
-    return 0
-
-
-def _session_of_logs(words: list[str], everything: list[Path]) -> Path:
-    """The session that runs, else the newest that left logs."""
-    if len(words) > 1 or (words and not _ROLE.fullmatch(words[0])):
-        raise _Refused(f"no session {words[0]}")
-    running = _running()
-    if running:
-        return _choose(None, running)
-    logs = [log for path in everything for log in path.glob("*.log")]
-    if not logs:
-        raise _Refused("no session is running, and none has left logs")
-    newest = max(logs, key=lambda log: log.stat().st_mtime).parent
-    write(sys.stderr, f"rpctl: no session is running; the newest is {newest.name}\n")
-    return newest
-
-
-def _role_name(word: str, body: dict[str, Any] | None) -> str:
-    """A device's name stands for its worker."""
-    if body is None:  # ended: its list of devices is gone
-        return f"worker-{word[4:]}" if re.fullmatch(r"cpu:\d+", word) else word
-    names = body["config"]["devices"]
-    return f"worker-{names.index(word)}" if word in names else word
 
 
 def _stop(words: list[str]) -> int:
