@@ -14,7 +14,7 @@ from rpruntime.store.limits import cgroup_folders, gib, read_cgroup, read_host_m
 NUM_LOG_LINES = 12
 _MAX_LINE = 300
 _CHATTER = re.compile(r"^\d\d:\d\d:\d\d\.\d{3} \S+ (DEBUG|INFO|WARNING) ")
-_LOG_PREFIX = re.compile(r"^\d\d:\d\d:\d\d\.\d{3} \S+ [A-Z]+ ")
+_LOG_PREFIX = re.compile(r"^\d\d:\d\d:\d\d\.\d{3} \S+ [A-Z]+ (\[slot \d+[^\]]*\] )?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def last_lines(log_file: Path, count: int = NUM_LOG_LINES, *, start: int = 0) ->
 
 
 def without_log_prefix(line: str) -> str:
-    """A line of a child's log without time, role and level."""
+    """A line of a child's log without time, role, level and slot."""
     return _LOG_PREFIX.sub("", line)
 
 

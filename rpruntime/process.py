@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rpruntime.logs import LineFormatter
+
 if TYPE_CHECKING:
     from rpruntime.store.segments import SegmentClient
     from rpruntime.wire.mailbox import Mailbox
@@ -81,6 +83,8 @@ class Child:
     device: str
     """This worker's device ("cuda:1", "cpu:0"), the only one it sees if it is a GPU; "" for the optimizer."""
     log_file: Path
+    log_lines: LineFormatter
+    """How its log is written; its `task` can be set."""
     _session: dict[str, Any] = field(repr=False)
     _mailbox: Mailbox | None = None
     _segments: SegmentClient | None = None
@@ -150,7 +154,7 @@ def start_child() -> Child:
     role = os.environ["RPRUNTIME_ROLE"]
     incarnation = int(os.environ["RPRUNTIME_INCARNATION"])
     folder = Path(os.environ["RPRUNTIME_FOLDER"])
-    _set_up_log(role)
+    lines = _set_up_log(role)
     session = json.loads((folder / "session.json").read_text())
     config = session["config"]
     # The script's modules can be imported here too: pickles name classes by module.
@@ -163,6 +167,7 @@ def start_child() -> Child:
         config=config,
         device=config["devices"][int(index)] if index.isdigit() else "",
         log_file=Path(config["log_dir"]) / f"{role}.log",
+        log_lines=lines,
         _session=session,
     )
 
@@ -191,12 +196,14 @@ def _die_with_parent(parent: int, death_fd: int) -> None:
     threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
 
 
-def _set_up_log(role: str) -> None:
+def _set_up_log(role: str) -> LineFormatter:
     """Log to stderr, which the launcher sent to the role's file, and the stack at a crash too."""
     faulthandler.enable()
     level = logging.DEBUG if os.environ.get("RPRUNTIME_DEBUG") == "1" else logging.INFO
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(f"%(asctime)s.%(msecs)03d {role} %(levelname)s %(message)s", "%H:%M:%S"))
+    lines = LineFormatter(role)
+    handler.setFormatter(lines)
     root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(level)
+    return lines

@@ -24,6 +24,7 @@ from typing import Any
 
 from rpruntime import flags as flags_table
 from rpruntime.errors import ConfigError, HostMemoryError, RoundPipeError, SessionLost, WorkerDied
+from rpruntime.logs import ControllerLog
 from rpruntime.process import open_pidfd, start_time
 from rpruntime.store.segments import SegmentClient
 from rpruntime.wire.mailbox import Mailbox
@@ -272,6 +273,7 @@ class Session:
         self.devices: tuple[str, ...] = tuple(attached.devices)
         self.config: dict[str, Any] = attached.config
         self.worker_roles: tuple[str, ...] = tuple(f"worker-{index}" for index in range(len(self.devices)))
+        self._log = ControllerLog(Path(self.config["log_dir"]), debug=bool(self.config.get("debug")))
         atexit.register(self._at_exit)
 
     def _ask_for_place(self) -> AttachedMsg:
@@ -356,6 +358,7 @@ class Session:
         self.closed = True
         if self.client is not None:
             self.client.close()  # its thread reads `post`
+        self._log.close()
         atexit.unregister(self._at_exit)
         process = self._process
         if process is not None and process.poll() is None:

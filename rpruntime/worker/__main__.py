@@ -13,6 +13,7 @@ except OSError as err:
     child.start_failed(f"no room for its status page: {err}")
     raise
 start_heartbeat(page)
+child.log_lines.task = lambda: page.task
 
 import logging  # noqa: E402
 import time  # noqa: E402
