@@ -17,7 +17,6 @@ import pickle
 import random
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -49,7 +48,7 @@ from rpruntime.store.handle import MAX_INLINE_SKELETON_BYTES, Extent, Payload, T
 from rpruntime.store.layout import optimizer_dtype
 from rpruntime.store.limits import read_host_memory
 from rpruntime.store.values import take_apart, why_not_picklable
-from rpruntime.terminal import say
+from rpruntime.terminal import say, warn
 from rpruntime.wire.messages import (
     RestoredMsg,
     RestoreMsg,
@@ -62,7 +61,7 @@ from rpruntime.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from rpruntime.pipe import RoundPipe
+    from rpruntime.model import Model
 
 log = logging.getLogger(__name__)
 
@@ -141,12 +140,12 @@ class _Save:
 
 
 class Checkpoints:
-    """The saves and loads of one pipe."""
+    """The saves and loads of one model."""
 
-    def __init__(self, pipe: RoundPipe) -> None:
-        self._pipe = pipe
-        self._client = pipe._client
-        self.inline = hasattr(pipe._client.session, "drive")
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._client = model.client
+        self.inline = hasattr(model.client.session, "drive")
         self._registered: list[Any] = []
         self._numbers = itertools.count(1)
         self._running: dict[int, _Save] = {}
@@ -163,7 +162,7 @@ class Checkpoints:
         for thing in objects:
             if not all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict")):
                 raise ConfigError(f"a {type(thing).__name__} has no state_dict and load_state_dict to be saved with")
-            if thing is self._pipe.model or thing is self._pipe.optimizer:
+            if thing is self._model.module or thing is self._model.optimizer:
                 raise ConfigError("the model and the optimizer are in every checkpoint already: register other objects")
             if not any(thing is known for known in self._registered):
                 self._registered.append(thing)
@@ -192,23 +191,23 @@ class Checkpoints:
         """Queue a save of the state after the newest step."""
         if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
             raise ConfigError(f"keep must be a positive number of checkpoints or None, not {keep!r}")
-        pipe, client = self._pipe, self._client
+        model, client = self._model, self._client
         self._warn_scheduler()
-        units = sum(unit.trainable for unit in pipe._layout.units)
+        units = sum(unit.trainable for unit in model.layout.units)
         script, handle = self._pickled(extra), SaveHandle(self)
         save = _Save(next(self._numbers), Path(folder).absolute(), keep, script, handle, units)
         room = 1 << 62 if self.inline else max(MIN_ROOM_BYTES, read_host_memory().available()[0] // 2)
 
         def book() -> ev.SaveEvent:
-            save.step = client.machine.step_number(pipe._model)
-            seed = client.machine.seed(pipe._model)
-            save.seed = pipe._package.spec.seed if seed is None else seed
+            save.step = client.machine.step_number(model.number)
+            seed = client.machine.seed(model.number)
+            save.seed = model.package.spec.seed if seed is None else seed
             self._running[save.number] = save
             with self._lock:
                 self._queue.append(save)
-            return ev.SaveEvent(pipe._model, save.number, room)
+            return ev.SaveEvent(model.number, save.number, room)
 
-        pipe._act(book)
+        model.act(book)
         self._start_writer()
         self.work_inline()
         if wait:
@@ -224,20 +223,19 @@ class Checkpoints:
                 self._thread = thread
 
     def _warn_scheduler(self) -> None:
-        optimizer = self._pipe.optimizer
+        optimizer = self._model.optimizer
         if optimizer is None or self._warned:
             return
         scheduled = any("initial_lr" in group for group in optimizer.param_groups)
         if scheduled and not any(getattr(thing, "optimizer", None) is optimizer for thing in self._registered):
             self._warned = True
-            warnings.warn(
+            warn(
                 "a learning-rate scheduler drives the optimizer and is not in the checkpoint: a resumed run would "
                 "begin its schedule again; call pipe.register_for_checkpointing(scheduler)",
-                stacklevel=4,
             )
 
     def _pickled(self, extra: Any) -> bytes:
-        optimizer = self._pipe.optimizer
+        optimizer = self._model.optimizer
         groups = [] if optimizer is None else optimizer.param_groups
         values = {
             "extra": extra,
@@ -260,10 +258,10 @@ class Checkpoints:
         while True:
             with self._client.lock:
                 running = list(self._running.values())
-                if ending and (self.inline or self._client.machine.unfinished_steps(self._pipe._model)):
+                if ending and (self.inline or self._client.machine.unfinished_steps(self._model.number)):
                     self.fail("the pipe was closed before its step was done")
-                elif self._pipe._broken is not None:
-                    self.fail(f"the run ended before its step was saved: {self._pipe._broken}")
+                elif self._model.books.broken is not None:
+                    self.fail(f"the run ended before its step was saved: {self._model.books.broken}")
             self.work_inline()
             if self.inline or not running:
                 return
@@ -291,7 +289,7 @@ class Checkpoints:
         return self._is_whole(save)
 
     def _is_whole(self, save: _Save) -> bool:
-        machine, model = self._client.machine, self._pipe._model
+        machine, model = self._client.machine, self._model.number
         here = save.begun and save.arrived == save.units
         return save.taken or (here and machine.saved_buffers(model, save.number) is not None)
 
@@ -313,7 +311,7 @@ class Checkpoints:
         """Write a save, whatever happens: its handle has a path or an error after this."""
         handle, what = save.handle, f"checkpoint step-{save.step} in {save.folder}"
         try:
-            progress = _Progress(save, quiet=self._pipe._quiet)
+            progress = _Progress(save, quiet=self._model._quiet)
             with writing_in(save.folder):
                 writer = CheckpointWriter(save.folder, save.step, progress)
                 try:
@@ -321,7 +319,7 @@ class Checkpoints:
                 except BaseException:
                     writer.abandon()
                     raise
-                self._client.checkpoints[self._pipe.name] = str(handle._path)
+                self._client.checkpoints[self._model.name] = str(handle._path)
                 if save.keep is not None:
                     try:
                         prune(save.folder, save.keep, handle._path)
@@ -329,7 +327,7 @@ class Checkpoints:
                         log.warning("older checkpoints in %s stay: %s", save.folder, explain(err, save.folder))
         except BaseException as err:
             reason = str(err) if isinstance(err, CheckpointError) else explain(err, save.folder)
-            over = self._client._closed or (self._client._broken or self._pipe._broken) is not None
+            over = self._client._closed or (self._client._broken or self._model.books.broken) is not None
             handle._error = CheckpointError(f"{what} is not written: {reason}{'' if over else '; training goes on'}")
             handle._error.__cause__ = err
             say(f"rpruntime: {handle._error}")
@@ -338,7 +336,7 @@ class Checkpoints:
         finally:
             save.taken = True
             with contextlib.suppress(Exception):
-                self._client.do(ev.SaveOverEvent(self._pipe._model, save.number))
+                self._client.do(ev.SaveOverEvent(self._model.number, save.number))
             with self._client.lock:
                 self._running.pop(save.number, None)
             handle._over.set()
@@ -352,7 +350,7 @@ class Checkpoints:
             raise CheckpointError(save.failure)
 
     def _fill(self, save: _Save, writer: CheckpointWriter, progress: _Progress) -> Path:
-        layout, store, client, model = self._pipe._layout, self._client.store, self._client, self._pipe._model
+        layout, store, client, model = self._model.layout, self._client.store, self._client, self._model.number
         values: dict[str, dict[str, Any]] = {}
         self._await(save, lambda: save.begun, "the steps before a checkpoint")
         for done in range(save.units):
@@ -418,8 +416,8 @@ class Checkpoints:
         tensors: dict[str, tuple[Place, torch.Tensor]] = {}
         names: dict[str, list[str]] = {}
         for position, payload in buffers.items():
-            layer = self._pipe._layout.names[position]
-            for local, tensor in self._pipe._decode(payload).items():
+            layer = self._model.layout.names[position]
+            for local, tensor in self._model.decode(payload).items():
                 names.setdefault(layer, []).append(local)
                 if tensor is not None:
                     tensors[f"{layer}.{local}"] = (("buffer", layer, local), tensor)
@@ -429,10 +427,10 @@ class Checkpoints:
 
     def _description(self) -> dict[str, Any]:
         """What a checkpoint and the model that loads it must agree in."""
-        layout, optimizer = self._pipe._layout, self._pipe.optimizer
+        layout, optimizer = self._model.layout, self._model.optimizer
         return {
             "rpruntime": rpruntime.__version__,
-            "asynchronous": self._pipe._asynchronous,
+            "asynchronous": self._model.asynchronous,
             "optimizer": None if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
             "parameters": {
                 param.name: [list(param.shape), param.dtype, unit.trainable, param.group]
@@ -447,15 +445,15 @@ class Checkpoints:
         """Check everything, then take it over."""
         path, incomplete = find_checkpoint(folder)
         for entry in [entry for entry in incomplete if not entry.path.name.startswith(".")]:
-            warnings.warn(f"{entry.path.name} is passed over: {entry.reason}", stacklevel=3)
+            warn(f"{entry.path.name} is passed over: {entry.reason}")
         reader = CheckpointReader(path.absolute())
         self._check(reader)
         script, values = reader.objects("script.pt"), reader.objects("optimizer.pt")
         self._check_registered(reader.path, [kind for kind, _ in script["registered"]])
         self._settle()
-        meta, pipe = reader.meta, self._pipe
-        whole = pipe.optimizer is not None
-        previous = bool(meta["asynchronous"] and pipe._asynchronous) and any(
+        meta, model = reader.meta, self._model
+        whole = model.optimizer is not None
+        previous = bool(meta["asynchronous"] and model.asynchronous) and any(
             place[0] == "previous" for place in reader._places
         )
 
@@ -479,7 +477,7 @@ class Checkpoints:
                 local: reader.tensor(("buffer", layer, local)) if reader.has(("buffer", layer, local)) else None
                 for local in meta["buffers"][layer]
             }
-            for position, layer in enumerate(pipe._layout.names)
+            for position, layer in enumerate(model.layout.names)
             if layer in meta["buffers"]
         }
         self._install(
@@ -492,22 +490,24 @@ class Checkpoints:
             scaler=meta["scaler"],
             before=lambda: self._load_registered(reader.path, [state for _, state in script["registered"]]),
         )
-        for group, saved in zip(pipe.optimizer.param_groups if pipe.optimizer else (), script["groups"], strict=False):
+        for group, saved in zip(
+            model.optimizer.param_groups if model.optimizer else (), script["groups"], strict=False
+        ):
             for name, value in saved.items():
                 if isinstance(group.get(name), torch.Tensor):
                     group[name].fill_(value)
                 else:
                     group[name] = value
         _set_random_state(script["random"])
-        self._client.checkpoints[pipe.name] = str(reader.path)
-        pipe._say(f"step {meta['step']}: goes on from {reader.path}")
+        self._client.checkpoints[model.name] = str(reader.path)
+        model.say(f"step {meta['step']}: goes on from {reader.path}")
         return CheckpointInfo(meta["step"], script["extra"], str(reader.path))
 
     def _check(self, reader: CheckpointReader) -> None:
         mine, its = self._description(), reader.meta
         differences: list[str] = []
         ours, theirs = mine["parameters"], its["parameters"]
-        alone = self._pipe.optimizer is None
+        alone = self._model.optimizer is None
         for name in [*ours, *(name for name in theirs if name not in ours)]:
             if name not in theirs:
                 differences.append(f"{name} is not in it")
@@ -522,7 +522,7 @@ class Checkpoints:
                     differences.append(f"{name} is {words[theirs[name][2]]} there and {words[ours[name][2]]} here")
                 elif ours[name][3] != theirs[name][3] and not alone:
                     differences.append(f"{name} is in group {theirs[name][3]} there and {ours[name][3]} here")
-        here_buffers = _buffer_names(self._pipe)
+        here_buffers = _buffer_names(self._model)
         for layer in {**here_buffers, **its["buffers"]}:
             there, here = its["buffers"].get(layer, []), here_buffers.get(layer, [])
             if sorted(there) != sorted(here):
@@ -537,7 +537,7 @@ class Checkpoints:
 
     def _check_registered(self, path: Path, kinds: list[str]) -> None:
         mine = [type(thing).__qualname__ for thing in self._registered]
-        if self._pipe.optimizer is None and not mine:
+        if self._model.optimizer is None and not mine:
             return  # it takes weights and buffers alone
         if mine != kinds:
             raise CheckpointError(
@@ -563,10 +563,10 @@ class Checkpoints:
 
     def load_weights(self, state: Mapping[str, Any], strict: bool) -> Any:
         """`pipe.load_state_dict`."""
-        pipe, layout = self._pipe, self._pipe._layout
+        model, layout = self._model, self._model.layout
         self._settle()
-        pipe.synchronize()
-        own = pipe.model.state_dict(keep_vars=True)
+        model.synchronize()
+        own = model.module.state_dict(keep_vars=True)
         missing = [name for name in own if name not in state]
         unexpected = [name for name in state if name not in own]
         problems = [
@@ -577,7 +577,7 @@ class Checkpoints:
         if strict:
             problems += [f"missing key {name}" for name in missing] + [f"unexpected key {name}" for name in unexpected]
         if problems:
-            raise RuntimeError(f"the state does not fit {type(pipe.model).__name__}: {'; '.join(problems)}")
+            raise RuntimeError(f"the state does not fit {type(model.module).__name__}: {'; '.join(problems)}")
         places = layout.place_of()
         given = {places[id(own[name])]: state[name] for name in own if name in state and id(own[name]) in places}
 
@@ -593,8 +593,8 @@ class Checkpoints:
             return rows, {}
 
         with self._client.lock:
-            found = self._client.machine.newest_buffers(pipe._model)
-        buffers = {position: pipe._decode(payload) for position, payload in found.items()}
+            found = self._client.machine.newest_buffers(model.number)
+        buffers = {position: model.decode(payload) for position, payload in found.items()}
         names = {id(tensor): name for name, tensor in own.items() if name in state}
         for position, values in buffers.items():
             mine = buffers_of(layout.layers[position])
@@ -607,14 +607,14 @@ class Checkpoints:
 
     def _settle(self) -> None:
         """Nothing runs and nothing is wanted after this."""
-        pipe = self._pipe
+        model = self._model
         self.finish()
-        pipe._finish_open_calls()
-        if pipe._open:
-            pipe._say_once("gradients that no step has taken are discarded by loading")
-            pipe.zero_grad()
-        pipe._wait(lambda: not self._client.machine.unfinished_steps(pipe._model), "the steps issued")
-        pipe._raise_failure()
+        model.finish_open_calls()
+        if model.books.open:
+            model.say_once("gradients that no step has taken are discarded by loading")
+            model.zero_grad()
+        model.wait(lambda: not self._client.machine.unfinished_steps(model.number), "the steps issued")
+        model.raise_failure()
         self.work_inline()
 
     def _install(
@@ -630,8 +630,8 @@ class Checkpoints:
         before: Callable[[], None] = lambda: None,
     ) -> None:
         """Open an iteration with these weights and buffers; `before` is called once there is room for the buffers."""
-        pipe, client = self._pipe, self._client
-        grad_scaler = pipe.grad_scaler if pipe.grad_scaler is not None and pipe.grad_scaler.is_enabled() else None
+        model, client = self._model, self._client
+        grad_scaler = model.grad_scaler if model.grad_scaler is not None and model.grad_scaler.is_enabled() else None
         if grad_scaler is not None and scaler is None:
             scaler = grad_scaler.state_dict()
         placed: list[TensorHandle] = []
@@ -650,40 +650,40 @@ class Checkpoints:
                 client.arena.free(handle.extent)
             raise
         self._frozen.clear()  # their files hold what is replaced now
-        call = client.new_call(pipe._model)
+        call = client.new_call(model.number)
         client.forget_call(call)
         with client.lock:
-            current = client.machine.newest_weights(pipe._model)
+            current = client.machine.newest_weights(model.number)
         try:
-            client.do(ev.RestoreEvent(pipe._model, call, step, seed, tuple(payloads), previous))
+            client.do(ev.RestoreEvent(model.number, call, step, seed, tuple(payloads), previous))
             with client.lock:
-                version = client.machine.iteration(pipe._model)
+                version = client.machine.iteration(model.number)
             sent = scaler if grad_scaler is not None else None
-            client.send("optimizer", RestoreMsg(pipe._model, call, version, previous, sent))
+            client.send("optimizer", RestoreMsg(model.number, call, version, previous, sent))
             began = told = time.monotonic()
-            for unit in pipe._layout.units:
+            for unit in model.layout.units:
                 rows, plain = rows_of(unit)
                 if not unit.trainable and self._is_as_it_was(unit, rows, current[unit.index]):
                     rows = []
                 self._restore_unit(unit, rows, plain, call, whole=whole)
                 if time.monotonic() - told > SAY_INTERVAL_S:
                     told = time.monotonic()
-                    pipe._say(f"loading, unit {unit.index + 1} of {len(pipe._layout.units)}, {told - began:.0f} s")
+                    model.say(f"loading, unit {unit.index + 1} of {len(model.layout.units)}, {told - began:.0f} s")
         except BaseException as err:
             lost = isinstance(err, WorkerDied | SessionLost)
-            if pipe._broken is None and lost:
-                pipe._broken = err
-            elif pipe._broken is None:
-                pipe._broken = CheckpointError(
+            if model.books.broken is None and lost:
+                model.books.broken = err
+            elif model.books.broken is None:
+                model.books.broken = CheckpointError(
                     f"loading ended half-way ({type(err).__name__}: {err}), the weights are mixed: make a new RoundPipe"
                 )
-                pipe._broken.__cause__ = err
-            if lost or err is pipe._broken or not isinstance(err, Exception):
+                model.books.broken.__cause__ = err
+            if lost or err is model.books.broken or not isinstance(err, Exception):
                 raise
-            raise pipe._broken from err
+            raise model.books.broken from err
         if grad_scaler is not None and scaler is not None:
             grad_scaler._state, grad_scaler._previous_scale = from_dict(scaler)
-        pipe.synchronize()
+        model.synchronize()
 
     def _is_as_it_was(self, unit: UnitSpec, rows: list[tuple[int, str, torch.Tensor]], extent: Extent) -> bool:
         params = list(_params(self._client.store, unit, extent).values())
@@ -698,7 +698,7 @@ class Checkpoints:
         *,
         whole: bool,
     ) -> None:
-        client, model = self._client, self._pipe._model
+        client, model = self._client, self._model.number
         kept: list[TensorHandle] = []
 
         def put(index: int, name: str, value: torch.Tensor) -> tuple[int, str, TensorHandle]:
@@ -724,10 +724,10 @@ class Checkpoints:
                 keeps = whole and unit.trainable
                 msg = RestoreUnitMsg(model, request, unit.index, chunk, payload if last else None, keeps, last)
                 client.send("optimizer", msg)
-            pipe = self._pipe
-            client.wait(lambda: unit.index in self._restored or pipe._broken is not None, "a unit's new weights")
-            if pipe._broken is not None:
-                raise pipe._broken
+            books = self._model.books
+            client.wait(lambda: unit.index in self._restored or books.broken is not None, "a unit's new weights")
+            if books.broken is not None:
+                raise books.broken
         finally:
             for handle in kept:
                 client.arena.free(handle.extent)
@@ -778,9 +778,9 @@ def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     return alike and (first.numel() == 0 or torch.equal(flat(first), flat(second)))
 
 
-def _buffer_names(pipe: RoundPipe) -> dict[str, list[str]]:
+def _buffer_names(model: Model) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    for name, layer in zip(pipe._layout.names, pipe._layout.layers, strict=True):
+    for name, layer in zip(model.layout.names, model.layout.layers, strict=True):
         if names := list(buffers_of(layer)):
             found.setdefault(name, []).extend(names)
     return found

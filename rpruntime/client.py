@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rpruntime.control import events as ev
 from rpruntime.control.machine import MAX_TASK_FAILURES, OPTIMIZER, ControllerMachine
@@ -40,6 +40,9 @@ from rpruntime.wire.messages import (
     SnapshotFailedMsg,
     StateMsg,
 )
+
+if TYPE_CHECKING:
+    from rpruntime.model import Model
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +82,8 @@ class Client:
         self._listeners: dict[int, Listener] = {}
         self._calls: dict[int, int] = {}
         self._next_call = 0
-        self.pipes: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        self.models: weakref.WeakValueDictionary[str, Model] = weakref.WeakValueDictionary()
+        """The models that this program has loaded, by name."""
         self.checkpoints: dict[str, str] = {}
         """Of each pipe, by name, the newest checkpoint that this run has completed or loaded."""
         self._next_model = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from rpruntime.errors import ConfigError
 from rpruntime.models.parts import layers_of, refuse, unwrapped
 from rpruntime.store.arena import dtype_name
 from rpruntime.store.layout import packed
+from rpruntime.terminal import warn
 from rpruntime.wire.messages import ParamSpec, UnitSpec
 
 
@@ -133,7 +133,8 @@ def lay_out(
 ) -> ModelLayout:
     """Cut a checked model into storage units: one for a layer's trainable parameters, one for its frozen ones, one for
     each parameter that several positions share. `loss_in_model`: a loss that the last layer of a causal LM computes."""
-    found = layers_of(model, loss=loss_in_model)
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    found = layers_of(model, loss=loss_in_model, check=not on_meta)
     layout = ModelLayout([layer for _, layer in found], [name for name, _ in found])
     positions: dict[int, list[int]] = {}
     for position, layer in enumerate(layout.layers):
@@ -189,10 +190,9 @@ def _groups(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[i
     missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in groups]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        warnings.warn(
+        warn(
             f"trainable parameters that no optimizer group holds get no gradient and stay as they are: "
             f"{', '.join(missing[:3])}{more}",
-            stacklevel=4,
         )
     return groups
 
@@ -201,7 +201,7 @@ def _check_storage(model: nn.Module) -> None:
     """Two parameters that overlap in memory would become independent copies: refuse."""
     spans = []
     for name, parameter in model.named_parameters():
-        if parameter.numel():
+        if parameter.numel() and not parameter.is_meta:  # `rpctl plan` lays out models without memory
             first = parameter.data_ptr()
             span = sum((size - 1) * step for size, step in zip(parameter.shape, parameter.stride(), strict=True))
             spans.append((first, first + (span + 1) * parameter.element_size(), name))

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from rpruntime.pipe import RoundPipe
+    from rpruntime.client import Client
 
 
 class _Pending:
     """A result that arrives, or an error that is raised instead."""
 
-    def __init__(self, pipe: RoundPipe, what: str) -> None:
-        self._pipe = pipe
+    def __init__(self, client: Client, what: str) -> None:
+        self._client = client
         self._what = what
         self._value: Any = None
         self._finished = False
@@ -32,7 +32,7 @@ class _Pending:
         return self._finished
 
     def _wait(self, timeout: float | None = None) -> Any:
-        if not self._finished and not self._pipe._client.wait(lambda: self._finished, self._what, timeout):
+        if not self._finished and not self._client.wait(lambda: self._finished, self._what, timeout):
             raise TimeoutError(f"{self._what} did not finish within {timeout} s")
         if self._error is not None:
             raise self._error()

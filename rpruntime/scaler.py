@@ -12,7 +12,7 @@ from rpruntime.wire.messages import ScalerState
 
 if TYPE_CHECKING:
     from rpruntime.layout import ModelLayout
-    from rpruntime.pipe import RoundPipe
+    from rpruntime.model import Model
 
 
 class GradScaler:
@@ -54,16 +54,16 @@ class GradScaler:
         self._state = ScalerState(float(init_scale), float(growth_factor), float(backoff_factor), growth_interval, 0)
         self._previous_scale: float | None = None
         """The scale that the next iteration of an asynchronous pipe uses, if it is another one."""
-        self._owner: weakref.ref[RoundPipe] | None = None
+        self._owner: weakref.ref[Model] | None = None
 
     @property
-    def pipe(self) -> RoundPipe | None:
-        """The open pipe that uses it."""
-        pipe = None if self._owner is None else self._owner()
-        return None if pipe is None or pipe._closed else pipe
+    def model(self) -> Model | None:
+        """The open model that uses it."""
+        model = None if self._owner is None else self._owner()
+        return None if model is None or model.closed else model
 
-    def _bind(self, pipe: RoundPipe) -> None:
-        self._owner = weakref.ref(pipe)
+    def _bind(self, model: Model) -> None:
+        self._owner = weakref.ref(model)
 
     def is_enabled(self) -> bool:
         """Whether it does anything."""
@@ -101,15 +101,15 @@ class GradScaler:
         if missing:
             raise RoundPipeError(f"the state of the GradScaler lacks {', '.join(missing)}")
         state, previous = from_dict(state_dict)
-        pipe = self.pipe
-        if pipe is not None:
-            pipe._set_scaler(state, previous)
+        model = self.model
+        if model is not None:
+            model.set_scaler(state, previous)
         self._state, self._previous_scale = state, previous
 
     def _wait(self) -> None:
-        pipe = self.pipe
-        if pipe is not None:
-            pipe._wait_for_steps()
+        model = self.model
+        if model is not None:
+            model.wait_for_steps()
 
     def _follow(self, state: ScalerState, *, asynchronous: bool) -> None:
         """A step has been done (under the client's lock)."""
@@ -144,6 +144,6 @@ def choose_scaler(given: Any, layout: ModelLayout) -> GradScaler | None:
     if not isinstance(given, GradScaler):
         kind = f"{type(given).__module__}.{type(given).__name__}"
         raise ConfigError(f"grad_scaler must be an rp.GradScaler (with the same arguments), not a {kind}")
-    if given.pipe is not None:
-        raise ConfigError(f"this GradScaler belongs to pipe {given.pipe.name!r} already: make one for each pipe")
+    if given.model is not None:
+        raise ConfigError(f"this GradScaler belongs to pipe {given.model.name!r} already: make one for each pipe")
     return given

@@ -68,12 +68,14 @@ def ours(options: argparse.Namespace, asynchronous: bool) -> dict[str, Any]:
         return loss
 
     seconds, loss = timed(step, pipe.synchronize, options)
+    tuner = pipe._tuner
     optimizer_s = sum(info.seconds for info in infos[-options.iters :]) / options.iters
     return {
-        "gpus": len(pipe._client.session.devices),
+        "gpus": len(pipe._model.client.session.devices),
         "seconds": seconds,
         "loss": float(loss),
         "optimizer_s": round(optimizer_s, 3),
+        "gpu_gb": tuner.peak_bytes / 1e9,
         "host_gb": host_bytes() / 1e9,
         "plan": f"{len(pipe.plan.forward)}+{len(pipe.plan.backward)}",
     }

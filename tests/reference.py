@@ -175,7 +175,7 @@ def inline(**config: Any) -> Iterator[PausedSession]:
         client = client_of(session)
     with session:
         yield session
-        if not client.pipes or all(pipe._closed for pipe in client.pipes.values()):
+        if not client.models or all(model.closed for model in client.models.values()):
             assert live_bytes(session) == {}
         client.close()
 

@@ -335,11 +335,13 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_differences(tmp_path)
         def refused(reason: str, built: Any, register: bool = True, **settings: Any) -> None:
             pipe = wrap(session, built, **settings)
             if not register:
-                pipe._checkpoints._registered.clear()
-            before, step = everything(pipe, built), pipe._client.machine.step_number(pipe._model)
+                pipe._model.checkpoints._registered.clear()
+            before, step = everything(pipe, built), pipe._model.client.machine.step_number(pipe._model.number)
             with pytest.raises(rp.CheckpointError, match=reason):
                 pipe.load_checkpoint(tmp_path)
-            assert everything(pipe, built) == before and pipe._client.machine.step_number(pipe._model) == step
+            assert (
+                everything(pipe, built) == before and pipe._model.client.machine.step_number(pipe._model.number) == step
+            )
             train(pipe, built, 1)
             pipe.close()
 
@@ -400,7 +402,7 @@ def test_no_room_for_buffers_changes_nothing(tmp_path, monkeypatch):
         pipe.save_checkpoint(tmp_path)
         train(pipe, built, 2)
         before = everything(pipe, built)
-        allocate, asked = pipe._client.arena.allocate_tensor, []
+        allocate, asked = pipe._model.client.arena.allocate_tensor, []
 
         def no_room(*what: Any) -> Any:
             asked.append(what)
@@ -408,12 +410,12 @@ def test_no_room_for_buffers_changes_nothing(tmp_path, monkeypatch):
                 raise rp.HostMemoryError("no memory left")
             return allocate(*what)
 
-        used = pipe._client.machine.step_number(pipe._model)
-        monkeypatch.setattr(pipe._client.arena, "allocate_tensor", no_room)
+        used = pipe._model.client.machine.step_number(pipe._model.number)
+        monkeypatch.setattr(pipe._model.client.arena, "allocate_tensor", no_room)
         with pytest.raises(rp.HostMemoryError):
             pipe.load_checkpoint(tmp_path)
         monkeypatch.undo()
-        assert everything(pipe, built) == before and used == pipe._client.machine.step_number(pipe._model)
+        assert everything(pipe, built) == before and used == pipe._model.client.machine.step_number(pipe._model.number)
         train(pipe, built, 1)
         pipe.load_checkpoint(tmp_path)
         assert built[2].last_epoch == 1
@@ -430,7 +432,7 @@ def test_what_ends_a_load_half_way_keeps_its_type(tmp_path, monkeypatch, error):
         def fail(*_: Any, **__: Any) -> None:
             raise error("x")
 
-        monkeypatch.setattr(pipe._checkpoints, "_restore_unit", fail)
+        monkeypatch.setattr(pipe._model.checkpoints, "_restore_unit", fail)
         with pytest.raises(rp.CheckpointError if error is ValueError else error):
             pipe.load_checkpoint(tmp_path)
         kept = error if issubclass(error, rp.RoundPipeError) else rp.CheckpointError
@@ -679,17 +681,17 @@ def test_no_save_waits_for_a_step_that_an_optimizer_refused(tmp_path, threaded):
         pipe.step()
         saves = [pipe.save_checkpoint(tmp_path) for _ in range(2)]
         if threaded:  # what waits is a thread, as in a session of processes
-            waits = pipe._client.wait
-            pipe._client.wait = lambda ready, what, timeout_s=None: [waits, wait_outside][
+            waits = pipe._model.client.wait
+            pipe._model.client.wait = lambda ready, what, timeout_s=None: [waits, wait_outside][
                 threading.current_thread().name == "rpruntime-checkpoint"
             ](ready, what, timeout_s)
 
             def wait_outside(ready: Any, what: str, timeout_s: Any) -> bool:
-                with pipe._client._changed:
-                    return bool(pipe._client._changed.wait_for(ready, 30.0))
+                with pipe._model.client._changed:
+                    return bool(pipe._model.client._changed.wait_for(ready, 30.0))
 
-            pipe._checkpoints.inline = False
-            pipe._checkpoints._start_writer()
+            pipe._model.checkpoints.inline = False
+            pipe._model.checkpoints._start_writer()
         session.paused = False
         with pytest.raises(ValueError, match="no step for you"):
             pipe.synchronize()
@@ -702,7 +704,7 @@ def test_no_save_waits_for_a_step_that_an_optimizer_refused(tmp_path, threaded):
 
 
 def test_a_save_ends_when_the_session_breaks_and_when_its_pipe_is_closed(tmp_path, monkeypatch):
-    monkeypatch.setattr("rpruntime.pipe.ABANDON_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("rpruntime.model.ABANDON_TIMEOUT_S", 0.1)
     with one_thread(), inline() as session:
         built = build()
         pipe = wrap(session, built)
@@ -711,17 +713,17 @@ def test_a_save_ends_when_the_session_breaks_and_when_its_pipe_is_closed(tmp_pat
         pipe.step()
         handle = pipe.save_checkpoint(tmp_path)
         assert not handle.done()
-        pipe._client._broken = rp.WorkerDied("the optimizer died")
+        pipe._model.client._broken = rp.WorkerDied("the optimizer died")
         with pytest.raises(rp.CheckpointError, match="the optimizer died"):
             handle.result()
-        pipe._client._broken = None
+        pipe._model.client._broken = None
         handle = pipe.save_checkpoint(tmp_path)
-        pipe._end()
+        pipe._model._end()
         with pytest.raises(rp.CheckpointError, match=r"closed before its step|before it failed"):
             handle.result()
         assert os.listdir(tmp_path) == []
         session.paused = False
-        pipe._client._drive()
+        pipe._model.client._drive()
 
 
 def test_a_dropped_save_says_why_wherever_it_is(tmp_path, monkeypatch):
@@ -735,7 +737,7 @@ def test_a_dropped_save_says_why_wherever_it_is(tmp_path, monkeypatch):
         def dropped(self: Any, *rest: Any) -> None:
             write(self, *rest)
             for number in list(self._running):
-                pipe._client.machine._models[pipe._model].saves.pop(number, None)
+                pipe._model.client.machine._models[pipe._model.number].saves.pop(number, None)
                 self._running[number].failure = "a call before it failed"
 
         monkeypatch.setattr(Checkpoints, "_write_unit", dropped)
@@ -755,7 +757,7 @@ def test_an_interrupted_writer_does_not_take_later_saves_with_it(tmp_path, monke
             raise SystemExit
 
         monkeypatch.setattr(CheckpointWriter, "_write", interrupted)
-        saves = pipe._checkpoints
+        saves = pipe._model.checkpoints
         with pytest.raises(SystemExit):
             pipe.save_checkpoint(tmp_path)
         saves.inline = False

@@ -143,7 +143,7 @@ def test_evaluation_of_ragged_batches_is_weighted(session: PausedSession, num_mi
         assert info.loss == pytest.approx(result.loss, rel=1e-6)
         if num_microbatches == 1:
             assert info.metrics["largest"] == pytest.approx((3 * 4 + 3 * 7 + 8) / 7)
-        assert not pipe._finished_calls
+        assert not pipe._model.books.finished
 
 
 def test_evaluation_that_fails_leaves_nothing_behind(session: PausedSession) -> None:
@@ -157,7 +157,7 @@ def test_evaluation_that_fails_leaves_nothing_behind(session: PausedSession) -> 
     with rp.RoundPipe(model, sgd(model), loss_fn=mean, num_microbatches=1, plan="layers", session=session) as pipe:
         with pytest.raises(ValueError, match="three"):
             pipe.evaluate([(torch.tensor([float(i)]), None) for i in range(6)])
-        assert not pipe._finished_calls and not pipe._losses
+        assert not pipe._model.books.finished and not pipe._model.books.losses
         assert pipe.evaluate([(torch.tensor([1.0]), None)]).loss == 1.0
         pipe.forward_backward(torch.tensor([1.0]))
         pipe.step()
@@ -228,7 +228,7 @@ def test_an_exception_in_the_block_closes_the_pipe_and_is_what_the_script_sees(a
 
         with pytest.raises(Boom):
             script()
-        assert pipe._closed
+        assert pipe._model.closed
         assert (model[0].w.item(), model[1].w.item()) == (0.0, 0.0)  # the step that was done before
         with pytest.raises(rp.RoundPipeError, match="closed while"):
             float(unsealed[0])
@@ -252,10 +252,10 @@ def test_close_forgets_the_model_also_where_it_raises(monkeypatch: pytest.Monkey
     with inline() as session:
         pipe = rp.RoundPipe(model, sgd(model), loss_fn=mean, num_microbatches=1, session=session)
         pipe.forward_backward(torch.tensor([1.0]))
-        monkeypatch.setattr(pipe, "synchronize", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        monkeypatch.setattr(pipe._model, "synchronize", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             pipe.close()
-        assert pipe._closed and pipe._model not in pipe._client.machine._models
+        assert pipe._model.closed and pipe._model.number not in pipe._model.client.machine._models
         assert "step" not in vars(pipe.optimizer)
         pipe.close()  # nothing more to do
 
@@ -271,7 +271,7 @@ def test_the_optimizers_state_after_closing(session: PausedSession, monkeypatch:
 
     (state,) = trained().state_dict()["state"].values()
     assert state["momentum_buffer"] == 3.0
-    monkeypatch.setattr("rpruntime.pipe.KEPT_STATE_FACTOR", 10**18)  # no room
+    monkeypatch.setattr("rpruntime.model.KEPT_STATE_FACTOR", 10**18)  # no room
     with pytest.raises(rp.RoundPipeError, match=r"before pipe\.close\(\)"):
         trained().state_dict()
     model = nn.Sequential(Times())

@@ -182,11 +182,11 @@ def test_frozen_weights_have_no_gradient_no_state_and_no_second_copy(tmp_path, s
 
     monkeypatch.setattr(shell, "step", step)
     _, pipe = pair(tmp_path, "all-linear", session)
-    units = pipe._layout.units
+    units = pipe._model.layout.units
     frozen = [unit for unit in units if not unit.trainable]
     names = {param.name for unit in units if unit.trainable for param in unit.params}
     assert names and all("lora_" in name for name in names)
-    assert [extent is not None for extent in pipe._loan.extents] == [not unit.trainable for unit in units]
+    assert [extent is not None for extent in pipe._model.loan.extents] == [not unit.trainable for unit in units]
     arena = session._optimizer[1]._arena
     trainable_bytes = sum(unit.nbytes + optimizer_layout(unit)[1] for unit in units if unit.trainable)
     assert arena.live_bytes == trainable_bytes
@@ -215,7 +215,7 @@ def test_only_the_first_or_the_last_block_is_trainable(which, tmp_path, session)
         model.requires_grad_(False)
         model.model.layers[which].requires_grad_(True)
     with rp.RoundPipe(ours, optimizer_of(ours), num_microbatches=2, session=session) as pipe:
-        assert all(extent is not None for extent in pipe._loan.extents)
+        assert all(extent is not None for extent in pipe._model.loan.extents)
         theirs(**batch(), use_cache=False).loss.backward()
         pipe.forward_backward(batch())
         assert_close(pipe.gradients(), gradients_of(theirs))
@@ -260,7 +260,7 @@ def test_the_base_is_cast_and_the_adapters_are_not(tmp_path, session):
     model = adapted(rp.from_pretrained(tmp_path, session=session), CONFIGS["all-linear"][1])
     before = {name: p.clone() for name, p in model.named_parameters()}
     with rp.RoundPipe(model, optimizer_of(model), num_microbatches=2, dtype=torch.float32, session=session) as pipe:
-        assert not any(extent is not None for extent in pipe._loan.extents)
+        assert not any(extent is not None for extent in pipe._model.loan.extents)
         pipe.forward_backward(batch())
         pipe.step()
     for name, parameter in model.named_parameters():

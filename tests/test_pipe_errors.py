@@ -444,7 +444,7 @@ class Undisturbed:
             assert torch.equal(p, wanted), name
         for name, wanted in self.loop.stepped_buffers.items():
             assert torch.equal(dict(self.pipe.model.named_buffers())[name], wanted), name
-        assert not (self.pipe._steps or self.pipe._losses or self.pipe._finished_calls)
+        assert not (self.pipe._model.books.steps or self.pipe._model.books.losses or self.pipe._model.books.finished)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -51,7 +51,7 @@ def failing(pipe):
 
 def until_failed(pipe):
     """Let the failure of a queued call arrive; what is being cleared away may still be going on."""
-    assert pipe._client.wait(lambda: pipe._failure is not None, "the failure", timeout_s=30)
+    assert pipe._model.client.wait(lambda: pipe._model.books.failure is not None, "the failure", timeout_s=30)
 
 
 def test_a_failure_during_the_copy_of_the_next_batch_is_raised_once_and_leaves_nothing(session, monkeypatch):
@@ -59,8 +59,8 @@ def test_a_failure_during_the_copy_of_the_next_batch_is_raised_once_and_leaves_n
     before = float(good(pipe))
     pipe.zero_grad()
     failing(pipe)
-    encode = pipe._call_event
-    monkeypatch.setattr(pipe, "_call_event", lambda *args, **kw: (encode(*args, **kw), until_failed(pipe))[0])
+    encode = pipe._model._call_event
+    monkeypatch.setattr(pipe._model, "_call_event", lambda *args, **kw: (encode(*args, **kw), until_failed(pipe))[0])
     with pytest.raises(ValueError, match="bomb"):
         good(pipe)
     monkeypatch.undo()
@@ -73,8 +73,8 @@ def test_a_failure_during_the_copy_of_the_next_batch_is_raised_once_and_leaves_n
 def test_a_failure_just_before_a_step_is_raised_by_it_and_the_run_goes_on(session, monkeypatch):
     pipe = make(session)
     failing(pipe)
-    groups = pipe._hyper_parameters
-    monkeypatch.setattr(pipe, "_hyper_parameters", lambda: (until_failed(pipe), groups())[1])
+    groups = pipe._model._hyper_parameters
+    monkeypatch.setattr(pipe._model, "_hyper_parameters", lambda it: (until_failed(pipe), groups(it))[1])
     with pytest.raises(ValueError, match="bomb"):
         pipe.step()
     monkeypatch.undo()
@@ -142,7 +142,7 @@ def test_a_model_that_cannot_be_built_leaves_nothing(session):
             raise LookupError("not here")
 
     pipe = make(session, "other")
-    client = pipe._client
+    client = pipe._model.client
     used = client.arena.live_bytes
     for _ in range(3):
         model = nn.Sequential(nn.Linear(6, 6), Refuses(6, 6))

@@ -75,7 +75,7 @@ def trained(model: nn.Module, session: Any, steps: int = STEPS, **settings: Any)
 
 
 def lent(pipe: rp.RoundPipe) -> list[bool]:
-    return [extent is not None for extent in pipe._loan.extents]
+    return [extent is not None for extent in pipe._model.loan.extents]
 
 
 # --- loading
@@ -160,7 +160,7 @@ def test_a_layer_that_is_partly_frozen_is_copied_alone(tmp_path, session):
     model.model.layers[1].self_attn.q_proj.weight.requires_grad = True
     model.model.layers[1].mlp.up_proj.weight.requires_grad = False
     pipe, losses = trained(model, session)
-    where = [unit.positions[0] for unit, there in zip(pipe._layout.units, lent(pipe), strict=True) if not there]
+    where = [unit.positions[0] for unit, there in zip(pipe._model.layout.units, lent(pipe), strict=True) if not there]
     assert set(where) == {2}
     pipe.close()
     other = plain(tmp_path)

@@ -330,8 +330,8 @@ def test_a_long_run_frees_what_it_used(session):
         pipe.step()
         if step in (9, 59):
             pipe.synchronize()
-            with pipe._client.lock:
-                used.append((pipe._client.arena.live_bytes, len(pipe._client.machine.live_extents())))
+            with pipe._model.client.lock:
+                used.append((pipe._model.client.arena.live_bytes, len(pipe._model.client.machine.live_extents())))
     assert used[0] == used[1]
     pipe.close()
-    assert not pipe._client.machine.live_extents()
+    assert not pipe._model.client.machine.live_extents()

@@ -512,7 +512,7 @@ def test_only_one_layer_trains(session: PausedSession, trainable: int, plan: Exe
         pipe.synchronize()
         for index, (p, old) in enumerate(zip(model.parameters(), before, strict=True)):
             assert torch.equal(p, old) == (index // 2 != trainable)
-        units = session._optimizer[1]._models[pipe._model].units
+        units = session._optimizer[1]._models[pipe._model.number].units
         assert [unit is not None for unit in units] == [position == trainable for position in range(4)]
 
 

@@ -47,7 +47,7 @@ for _ in range(3):
 pipe.synchronize()
 result["lent"] = all(
     (extent is not None) == (not unit.trainable)
-    for unit, extent in zip(pipe._layout.units, pipe._loan.extents, strict=True)
+    for unit, extent in zip(pipe._model.layout.units, pipe._model.loan.extents, strict=True)
 )
 result["losses"] = losses
 result["optimizer_bytes"] = sum(nbytes for _, nbytes in session.segments.segments_of("optimizer.1"))
