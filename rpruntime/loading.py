@@ -176,15 +176,25 @@ def gradient_bytes(layout: ModelLayout, asynchronous: bool) -> int:
     return once * 3 // 2 if asynchronous else once
 
 
-def host_bytes(layout: ModelLayout, states: int, asynchronous: bool) -> int:
-    """Host memory that training needs: master copy and its spare, fp32 copy, optimizer state, gradients in flight.
+def host_kinds(layout: ModelLayout, states: int, asynchronous: bool) -> dict[str, int]:
+    """Host memory that training needs, in bytes, by what it is for.
 
     Not in it: boundary activations, and fp32 sums (several calls or rounds a step).
     """
-    master = sum(unit.nbytes for unit in layout.units)
     trainable = [unit for unit in layout.units if unit.trainable]
     fp32 = sum(optimizer_layout(unit)[1] for unit in trainable)
-    return master + sum(u.nbytes for u in trainable) + fp32 * (1 + states) + gradient_bytes(layout, asynchronous)
+    return {
+        "master copy": sum(unit.nbytes for unit in layout.units),
+        "second master copy": sum(unit.nbytes for unit in trainable),  # while a step writes the next version
+        "optimizer copy": fp32,
+        "optimizer state": fp32 * states,
+        "gradients in flight": gradient_bytes(layout, asynchronous),
+    }
+
+
+def host_bytes(layout: ModelLayout, states: int, asynchronous: bool) -> int:
+    """The sum of `host_kinds`."""
+    return sum(host_kinds(layout, states, asynchronous).values())
 
 
 class Loader:

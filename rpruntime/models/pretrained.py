@@ -79,7 +79,7 @@ def from_pretrained(
     wanted = _dtype(dtype, config, entries)
     progress = _Progress(str(name_or_folder), bool(session.config.get("quiet")))
     if entries is not None:
-        model = _without_memory(transformers, config, wanted, model_kwargs)
+        model = without_memory(transformers, config, wanted, model_kwargs)
         sources = _sources(model, entries)
         if sources is not None:
             _fill(client, model, sources, wanted, progress)
@@ -168,7 +168,7 @@ def _dtype(dtype: Any, config: Any, entries: dict[str, shards.Entry] | None) -> 
     return found
 
 
-def _without_memory(transformers: Any, config: Any, dtype: torch.dtype | None, kwargs: dict[str, Any]) -> nn.Module:
+def without_memory(transformers: Any, config: Any, dtype: torch.dtype | None, kwargs: dict[str, Any]) -> nn.Module:
     """The model with parameters on the meta device and real buffers, those that no checkpoint holds included."""
     more = {} if dtype is None else {"dtype": dtype}
     with _parameters_on_meta():
