@@ -107,19 +107,19 @@ class Books:
         info, calls, lr = self.steps.pop(done.step)
         finished = [self.finished.pop(call) for call in calls]
         metrics = [(m, w) for f in finished for m, w in zip(f.metrics, f.weights, strict=True) if w]
-        info._finish(
-            {
-                "step": model.client.machine.step_number(model.number, done.step),
-                "loss": sum(f.loss * f.scale for f in finished),
-                "grad_norm": done.grad_norm,
-                "skipped": done.skipped,
-                "lr": lr,
-                "loss_scale": done.loss_scale,
-                "seconds": done.seconds,
-                "metrics": merge_metrics([m for m, _ in metrics], [w for _, w in metrics]) if metrics else {},
-            }
-        )
+        fields = {
+            "step": model.client.machine.step_number(model.number, done.step),
+            "loss": sum(f.loss * f.scale for f in finished),
+            "grad_norm": done.grad_norm,
+            "skipped": done.skipped,
+            "lr": lr,
+            "loss_scale": done.loss_scale,
+            "seconds": done.seconds,
+            "metrics": merge_metrics([m for m, _ in metrics], [w for _, w in metrics]) if metrics else {},
+        }
+        info._finish(fields)
         self.last_step = info
+        model.figures.step_finished(fields, calls)
 
     def _on_failure(self, msg: ev.ReportFailure) -> None:
         model, where = self._model, f"call {msg.call}"
@@ -130,6 +130,7 @@ class Books:
             if number in self.losses:
                 self.losses.pop(number)._cancel(self._cancelled(cause, where))
             self.finished.pop(number, None)
+        model.figures.forget_calls(msg.calls)
         for number in msg.steps:
             self.steps.pop(number)[0]._cancel(self._cancelled(cause, where))
         self.open = [entry for entry in self.open if entry[0] not in msg.calls]

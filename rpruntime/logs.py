@@ -86,6 +86,6 @@ class _PassOn(logging.Handler):
 class _PrivateFile(logging.FileHandler):
     """Only its user may read it, as all logs of a session."""
 
-    def _open(self):  # type: ignore[no-untyped-def]  # the class of the stream is logging's own affair
+    def _open(self):  # the class of the stream is logging's own affair
         fd = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         return open(fd, self.mode, encoding=self.encoding)

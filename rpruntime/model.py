@@ -21,6 +21,7 @@ from rpruntime.encoder import Encoder
 from rpruntime.errors import ConfigError, RoundPipeError
 from rpruntime.failures import install_excepthook
 from rpruntime.loading import Loader, Loan, ModelPackage, initial_buffers
+from rpruntime.metrics import Figures
 from rpruntime.microbatch import CutCall, cut_call
 from rpruntime.models.parts import follow_modes
 from rpruntime.preparing import Prepared
@@ -61,6 +62,7 @@ class Model:
         grad_scaler: the loss scale, or None.
         user_state: anything that pickles; it stays with the model.
         books: what is pending.
+        figures: of finished steps, for sinks and watchers.
         checkpoints: its saves and loads.
         on_note: gets `NoteTimes` and `NoteShortage`, under the client's lock.
     """
@@ -161,6 +163,7 @@ class Model:
             )
         )
         self.weights = ScriptWeights(self, dict(enumerate(allocated.master)))
+        self.figures = Figures(self)
         self.loan.begin()
 
     # --- what it is
@@ -232,6 +235,7 @@ class Model:
 
         def book(call: int) -> None:
             self.books.open.append((call, loss, scale))
+            self.figures.note_call(call, cut, f"{len(plan.forward)} forward, {len(plan.backward)} backward stages")
             self.synchronized = False
 
         self._issue(cut, loss, book, plan=plan, has_labels=has_labels, scale=scale)
@@ -567,6 +571,7 @@ class Model:
             if self.optimizer is not None:
                 unpatch_optimizer(self.optimizer, lost=self._iteration() > 0 and not self._state_is_kept)
             self.books.cancel_all(lambda: RoundPipeError("cancelled: the pipe was closed while this was running"))
+            self.figures.close()
             try:
                 self.checkpoints.finish(ending=True)
             finally:

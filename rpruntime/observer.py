@@ -62,7 +62,7 @@ class Observer:
         self._page: ProgressPage | None = None
         self._dirty = True
         self._written_s = 0.0
-        self._is_ready = False
+        self._is_ready = self._is_closing = False
         if session.folder is not None:
             try:
                 self._page = ProgressPage.create(progress_path(Path(session.folder)))
@@ -115,7 +115,7 @@ class Observer:
         """A model has been unloaded."""
         self.models.pop(number, None)
         for recording in [r for r in self._recordings if r.steps is not None and r.steps[0] == number]:
-            self.stop(recording)
+            self.end(recording)
         self._dirty = True
 
     def step_finished(self, number: int, iteration: int) -> Account | None:
@@ -126,7 +126,7 @@ class Observer:
             figures.account = found
         for recording in list(self._recordings):
             if recording.steps is not None and recording.steps[0] == number and iteration >= recording.steps[2] - 1:
-                self._end(recording, in_background=True)
+                self.end(recording)
         self._dirty = True
         return figures.account if figures is not None else found
 
@@ -149,20 +149,16 @@ class Observer:
             self._switch(True)
         return recording
 
-    def stop(self, recording: Recording) -> None:
-        """End a trace and write its file."""
-        if recording in self._recordings:
-            self._end(recording, in_background=False)
-        else:
-            recording.wait()
-
-    def _end(self, recording: Recording, *, in_background: bool) -> None:
+    def end(self, recording: Recording) -> None:
+        """End a trace, if it has not ended; its file is written in the background (`Recording.wait`)."""
+        if recording not in self._recordings:
+            return
         self._recordings.remove(recording)
         self.meter.listeners.remove(recording.commit)
         if not self._recordings:
             self._switch(False)
         self._writing = [*(r for r in self._writing if not r.is_written()), recording]
-        recording.finish(in_background=in_background)
+        recording.finish(in_background=not self._is_closing)
 
     def _switch(self, on: bool) -> None:
         with contextlib.suppress(RoundPipeError, OSError):
@@ -221,7 +217,7 @@ class Observer:
             "monotonic_s": now,
             "devices": devices,
             "models": [self._of_model(number, figures) for number, figures in self.models.items()],
-            "memory": self._memory(),
+            "memory": self.memory(),
             "slots": slots,
         }
 
@@ -252,7 +248,7 @@ class Observer:
             },
         }
 
-    def _memory(self) -> dict[str, int]:
+    def memory(self) -> dict[str, int]:
         """Bytes of host memory in use by kind."""
         found = {"weights": 0, "gradients": 0, "activations": 0, "inputs": 0, "buffers": 0}
         for kind, nbytes in self._client.machine.live_bytes().items():
@@ -264,8 +260,9 @@ class Observer:
 
     def close(self) -> None:
         """Write what is being recorded; call it while the session is there."""
+        self._is_closing = True  # maybe at Python's end, when no thread can be started any more
         for recording in list(self._recordings):
-            self._end(recording, in_background=False)
+            self.end(recording)
         for recording in self._writing:
             recording.wait()
         if self._page is not None:

@@ -16,6 +16,7 @@ from rpruntime.checkpoint import CheckpointInfo, SaveHandle
 from rpruntime.client import client_of
 from rpruntime.control import events as ev
 from rpruntime.errors import ConfigError
+from rpruntime.metrics import Sink
 from rpruntime.microbatch import merge_metrics, merge_outputs, take_labels
 from rpruntime.model import MAX_MICROBATCHES, Model
 from rpruntime.models import saving
@@ -24,6 +25,7 @@ from rpruntime.models.parts import is_causal_lm
 from rpruntime.preparing import prepare
 from rpruntime.results import EvalResult, Loss, StepInfo
 from rpruntime.schedule.plan import ExecutionPlan
+from rpruntime.trace.handle import Trace
 from rpruntime.tuning import Tuner
 
 EVALUATED_AHEAD = 2
@@ -312,6 +314,35 @@ class RoundPipe:
         They are live views in the model's dtype: clone to keep. Gradients that no step has taken stay.
         """
         self._model.synchronize()
+
+    # --- watching (docs/observing.md)
+
+    def log_to(self, sink: str | os.PathLike[str] | Sink) -> None:
+        """From now on log every finished step: loss, grad_norm, lr, items_per_s, tokens_per_s, bubble, memory...
+
+        Args:
+            sink: a folder, which gets `metrics.jsonl` and, where tensorboard is installed, its events; or any object
+                with `log(dict, step=)`. It is called in a thread of its own, and `close` waits until it has all.
+
+        Raises:
+            ConfigError: it is neither, or nothing can be written there.
+        """
+        self._model.start_of_call()
+        self._model.figures.log_to(sink)
+
+    def trace(self, file: str | os.PathLike[str] = "trace.json", *, steps: int | None = None) -> Trace:
+        """Record what every device, copy and process does, as a file that Perfetto opens and `rpctl trace` draws.
+
+        Args:
+            file: is written when the trace ends.
+            steps: so many whole iterations, from the next one that begins. None: all that runs until `stop()`, the end
+                of a `with` block or the session's end.
+
+        Raises:
+            ConfigError: the file cannot be written there.
+        """
+        self._model.start_of_call()
+        return self._model.figures.trace(file, steps)
 
     # --- checkpoints (rpruntime/checkpoint.py)
 

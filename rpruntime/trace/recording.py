@@ -104,16 +104,13 @@ class Recording:
             self._tell(f"the trace is {self._data.note}; pipe.trace(steps=...) takes a part of a run")
 
     def finish(self, *, in_background: bool) -> None:
-        """No more spans; write the file, and say what the time went to. A second call only waits."""
-        if not self.is_over:
-            self.is_over = True
-            if in_background:
-                self._thread = threading.Thread(target=self._write, name="rpruntime-trace", daemon=True)
-                self._thread.start()
-                return
+        """No more spans; write the file, and say what the time went to."""
+        self.is_over = True
+        if in_background:
+            self._thread = threading.Thread(target=self._write, name="rpruntime-trace", daemon=True)
+            self._thread.start()
+        else:
             self._write()
-        if not in_background:
-            self.wait()
 
     def is_written(self) -> bool:
         """Whether it is over and nothing is being written any more."""
