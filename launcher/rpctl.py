@@ -25,11 +25,12 @@ from launcher.doctor import doctor
 from launcher.logs import logs
 from launcher.screen import write
 from launcher.session import base_candidates, clean_sessions, list_sessions, read_session
+from launcher.tracing import trace
 from rpruntime.checkpoint_files import list_checkpoints
 from rpruntime.errors import RoundPipeError
 from rpruntime.process import open_pidfd, start_time
 
-_LATER = ("top", "serve", "trace")
+_LATER = ("top", "serve")
 _STOP_TIMEOUT_S = 30.0
 _USAGE = """usage: rpctl COMMAND [arguments]
 
@@ -39,6 +40,7 @@ _USAGE = """usage: rpctl COMMAND [arguments]
   rpctl clean [--logs]           remove what dead sessions left; their logs too with --logs
   rpctl checkpoint FOLDER [--json]   checkpoints in a folder: step, size, date, complete or not
   rpctl doctor [--json]          what of this machine would stop a run, and how to mend it
+  rpctl trace FILE               where a recorded run's time went, and a picture (rpctl trace --help)
   rpctl plan FILE                cut measured layers into stages (rpctl plan --help)
   rpctl simulate FILE            compare schedules on measured layers (rpctl simulate --help)
 
@@ -66,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if words else 2
     commands: dict[str, Callable[[list[str]], int]] = {
         "status": _status, "logs": logs, "stop": _stop, "clean": _clean,
-        "checkpoint": _checkpoint, "doctor": doctor, "plan": planning.plan, "simulate": planning.simulate_schedules,
+        "checkpoint": _checkpoint, "doctor": doctor, "trace": trace, "plan": planning.plan, "simulate": planning.simulate_schedules,
     }  # fmt: skip
     command, rest = words[0], words[1:]
     try:

@@ -67,8 +67,6 @@ def _main(argv: list[str], early: list[float]) -> int:
     from rpruntime.errors import RoundPipeError
 
     screen = Screen(settings["quiet"])
-    if warning := flags.without_effect(line.given):
-        screen.warn(f"rplaunch: {warning}")
     wakeup = Wakeup()
     wakeup.install((signal.SIGINT, *PASSED_ON, signal.SIGCHLD))
     wakeup.received += [(signal.SIGINT, when) for when in early]

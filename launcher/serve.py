@@ -46,8 +46,6 @@ def main(argv: list[str]) -> int:
         pidfd = open_pidfd(pid, started)
         plan = make_plan(settings, json.loads(own.get("--sys-path", "[]")))
         screen = Screen(settings["quiet"])
-        if warning := flags.without_effect(given):
-            screen.warn(f"rpruntime: {warning}")
         folder = begin_session(plan, screen, {"pid": pid, "argv": _command_line(pid)})
         launcher = Launcher(plan, folder, screen, wakeup)
         launcher.start()

@@ -20,7 +20,7 @@ VARIABLE_PREFIX = "RPRUNTIME_"
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One flag. `kind`: "text", "count", "number" or "switch"; `metavar` is shown in the help."""
+    """One flag. `kind`: "text", "path" (made absolute), "count", "number" or "switch"; the help shows `metavar`."""
 
     name: str
     default: Any
@@ -32,8 +32,6 @@ class Flag:
     choices: tuple[str, ...] = ()
     least: int = 0
     """The smallest count."""
-    without_effect: bool = False
-    """Accepted, so that command lines need not change later; using it is warned of."""
 
     @property
     def key(self) -> str:
@@ -77,7 +75,7 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag("quiet", False, "switch", "output", "say nothing unless something fails", "", "q"),
     Flag("debug", False, "switch", "output", "our own lines in tracebacks, debug logs", ""),
-    Flag("trace", None, "text", "output", "write a trace of the run", "FILE", without_effect=True),
+    Flag("trace", None, "path", "output", "write a trace of the run at its end", "FILE"),
 )
 BY_KEY = {flag.key: flag for flag in FLAGS}
 _BY_SHORT = {flag.short: flag for flag in FLAGS if flag.short}
@@ -191,6 +189,8 @@ def convert(flag: Flag, value: Any, said_as: str) -> Any:
             if not 0 <= real < float("inf"):
                 raise ValueError
             return real
+        if flag.kind == "path":
+            return os.path.abspath(os.path.expanduser(text))
         if flag.kind == "switch":
             return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
     except (ValueError, KeyError):
@@ -233,12 +233,6 @@ def from_python(flags: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def without_effect(given: Mapping[str, Any]) -> str:
-    """A warning if some of the flags given do nothing yet; else ""."""
-    names = [f"--{BY_KEY[key].name}" for key in given if BY_KEY[key].without_effect]
-    return f"{', '.join(names)}: no effect yet" if names else ""
-
-
 def to_command_line(given: Mapping[str, Any]) -> list[str]:
     """Flags as words of a command line."""
     return [f"--{BY_KEY[key].name}={int(value) if isinstance(value, bool) else value}" for key, value in given.items()]
@@ -272,6 +266,4 @@ def _help_line(flag: Flag) -> str:
     default = "" if flag.default in (None, False) else f" ({flag.default:g})" if flag.kind == "number" else ""
     if not default and flag.default not in (None, False):
         default = f" ({flag.default})"
-    if flag.without_effect:
-        default = " (no effect yet)"
     return f"  {name:<28} {flag.help + default:<58} {flag.variable}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from rpruntime import flags
@@ -112,11 +114,8 @@ def test_help_is_one_screen() -> None:
         assert flag.variable in text
 
 
-def test_flags_without_effect_say_so() -> None:
-    later = {"trace"}
-    assert {flag.key for flag in flags.FLAGS if flag.without_effect} == later
-    for line in flags.help_text().splitlines():
-        word = line.split()[0].lstrip("-").replace("-", "_") if line.strip() else ""
-        assert ("(no effect yet)" in line) == (word in later)
-    assert flags.without_effect({"devices": "cpu:1", "trace": "x.json"}) == "--trace: no effect yet"
-    assert flags.without_effect({"devices": "cpu:1"}) == ""
+def test_paths_are_absolute(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = flags.parse(["--trace", "x.json", "train.py"])
+    assert flags.settings(line.given)["trace"] == str(tmp_path / "x.json")
+    assert flags.from_python({"trace": "~/x.json"}) == {"trace": os.path.expanduser("~/x.json")}

@@ -215,13 +215,13 @@ def test_module_does_not_take_the_standard_library_from_the_working_directory(tm
         assert run.out == "fine\n"
 
 
-def test_debug_reaches_the_script_and_flags_without_effect_are_warned_of(tmp_path: Path) -> None:
+def test_debug_reaches_the_script(tmp_path: Path) -> None:
     script = "import os\nprint(os.environ.get('RPRUNTIME_DEBUG'))"
     with no_leaks() as watch:
-        run = rplaunch(tmp_path, watch, script, flags=("--debug", "-q", "--trace=x.json", "--max-restarts=1"))
+        run = rplaunch(tmp_path, watch, script, flags=("--debug", "-q", "--max-restarts=1"))
         assert run.wait() == 0
         assert run.out == "1\n"
-        assert run.err == "rplaunch: --trace: no effect yet\n"
+        assert run.err == ""
         run = rplaunch(tmp_path / "2", watch, script)
         assert run.wait() == 0
         assert run.out == "None\n"

@@ -7,8 +7,8 @@ from xml.sax.saxutils import escape
 
 from rpruntime.schedule.simulation import Simulation
 
-_COLORS = {"forward": "#6aa6e8", "fused": "#c58be0", "backward": "#f2a65a"}
-_LIGHTER = {"forward": "#9cc5f2", "fused": "#dbb4ee", "backward": "#f8c795"}
+COLORS = {"forward": "#6aa6e8", "fused": "#c58be0", "backward": "#f2a65a"}
+LIGHTER = {"forward": "#9cc5f2", "fused": "#dbb4ee", "backward": "#f8c795"}
 _LEFT, _TOP, _ROW, _GAP = 74, 34, 26, 6
 
 
@@ -34,7 +34,7 @@ def svg(simulation: Simulation, title: str, width: int = 960) -> str:
         before, light = shade.get(span.device, (None, True))
         light = light if stage == before else not light
         shade[span.device] = (stage, light)
-        color = (_LIGHTER if light else _COLORS).get(span.kind, "#bbb")
+        color = (LIGHTER if light else COLORS).get(span.kind, "#bbb")
         x, y = _LEFT + span.start_ms * scale, _TOP + span.device * (_ROW + _GAP)
         wide = (span.end_ms - span.start_ms) * scale
         edge = "#555" if span.iteration % 2 else "#fff"
@@ -49,8 +49,8 @@ def svg(simulation: Simulation, title: str, width: int = 960) -> str:
             )
     y = height - 20
     x = _LEFT
-    for kind in [kind for kind in _COLORS if any(span.kind == kind for span in simulation.spans)]:
-        parts.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{_COLORS[kind]}"/>')
+    for kind in [kind for kind in COLORS if any(span.kind == kind for span in simulation.spans)]:
+        parts.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{COLORS[kind]}"/>')
         parts.append(f'<text x="{x + 17}" y="{y}" font-size="12">{kind}</text>')
         x += 90
     parts.append(
