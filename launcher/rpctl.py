@@ -68,7 +68,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if words else 2
     commands: dict[str, Callable[[list[str]], int]] = {
         "status": _status, "logs": logs, "stop": _stop, "clean": _clean,
-        "checkpoint": _checkpoint, "doctor": doctor, "trace": trace, "plan": planning.plan, "simulate": planning.simulate_schedules,
+        "checkpoint": _checkpoint, "doctor": doctor, "trace": trace,
+        "plan": planning.plan, "simulate": planning.simulate_schedules,
     }  # fmt: skip
     command, rest = words[0], words[1:]
     try:
