@@ -33,6 +33,8 @@ from launcher.session import SessionFolder
 from rpruntime.status import read, status_path
 from rpruntime.wire.mailbox import socket_path
 
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
 CHILD_COMMAND_VARIABLE = "RPRUNTIME_CHILD_COMMAND"
 """Replaces `python -m rpruntime.worker` and `.optimizer` (tests, debuggers)."""
 
@@ -112,6 +114,9 @@ class Supervisor:
             # What a killed process has printed must be in its log.
             PYTHONUNBUFFERED="1",
         )
+        if device is not None and not any(name in environ for name in _ALLOCATOR_SETTINGS):
+            # slabs and activations of many sizes come and go: without it a third of the device is lost in gaps
+            environ[_ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
         if self._folder.config.get("debug"):
             environ["RPRUNTIME_DEBUG"] = "1"
         return environ

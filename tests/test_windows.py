@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,10 +43,11 @@ def test_windows_copy_their_part_when_they_open_and_the_rest_at_the_end() -> Non
     transfers = CpuTransfers(lambda: 0.0)
     host = torch.arange(100, dtype=torch.uint8)
     copy = transfers.upload_pieces(host)
-    windows = Windows([copy], 5, piece_bytes=10)
     copy._result.zero_()  # type: ignore[attr-defined]
-    windows.open()
+    windows = Windows([copy], 5, piece_bytes=10, window_bytes=1)
     assert copy._result.count_nonzero() == 19  # type: ignore[attr-defined] # two of ten pieces, one of them with a zero
+    windows.open()
+    assert copy._result.count_nonzero() == 39  # type: ignore[attr-defined]
     assert not copy.done()
     windows.finish()
     assert copy.done()
@@ -53,10 +55,11 @@ def test_windows_copy_their_part_when_they_open_and_the_rest_at_the_end() -> Non
     windows.open()  # nothing is left: no byte is copied twice
 
 
-def test_without_windows_all_starts_at_once() -> None:
+@pytest.mark.parametrize("num_windows", [0, 1, 8])
+def test_what_fits_one_window_starts_at_once(num_windows: int) -> None:
     transfers = CpuTransfers(lambda: 0.0)
     copies = [transfers.upload_pieces(torch.ones(n, dtype=torch.uint8)) for n in (0, 3, PIECE_BYTES + 1)]
-    Windows(copies, 0)
+    Windows(copies, num_windows)
     assert all(copy.done() for copy in copies)
 
 

@@ -1,4 +1,4 @@
-"""The script's numeric settings, carried to where the layers run: autocast, default dtype, determinism, TF32."""
+"""What the layers run under: the script's settings (autocast, default dtype, determinism, TF32) and the seed."""
 
 from __future__ import annotations
 
@@ -45,6 +45,14 @@ def applied(settings: dict[str, Any]) -> Iterator[None]:
             torch.clear_autocast_cache()
             stack.callback(torch.clear_autocast_cache)
         yield
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """What `torch.manual_seed` does to the CPU's generator and to this device's, without looking for other devices (it
+    takes 75 us, more than a launch-bound layer can spare)."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)
 
 
 def _set(settings: dict[str, Any]) -> None:

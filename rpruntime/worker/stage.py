@@ -25,13 +25,12 @@ from rpruntime.store.handle import Extent, Payload, TensorHandle
 from rpruntime.store.layout import gradient_layout
 from rpruntime.store.values import SINGLE_TENSOR, put_together, take_apart, why_not_picklable
 from rpruntime.wire.messages import CallMsg, Key, SlabPart, SlotTask
-from rpruntime.worker.context import applied
+from rpruntime.worker.context import applied, seed_generators
 from rpruntime.worker.machine import PublishedEvent, RunMicrobatch, SlabEvent
 from rpruntime.worker.memory import explain, read_memory
 from rpruntime.worker.modules import WorkerModel
 from rpruntime.worker.outbox import Outbox, Publication
 from rpruntime.worker.segment import Entered, Segment, enter_tensors
-from rpruntime.worker.sums import add_to
 from rpruntime.worker.transfers import Copy, Pieces, Transfers
 
 MAX_METRICS = 1000
@@ -195,11 +194,14 @@ class Stage:
     def _end_of_forward(self, segment: Segment) -> list[torch.Tensor | None]:
         """Forward, loss and backward of the deepest segment; returns the gradients of its input."""
         entered = segment.enter()
-        value = self._run_layers(entered, segment.layers, "forward", commit=True, publish=False)
-        if self._now.weights[self._m] == 0:
-            self._outbox.add_loss(self._m, torch.zeros((), device=self._transfers.device), {})
+        # no name for what the layers return: logits that the loss does not keep are gone when backward runs
+        loss = self._loss_of(self._run_layers(entered, segment.layers, "forward", commit=True, publish=False))
+        if loss is None:
             return []
-        self._backward_from_loss(value, segment)
+        self._backward_began = self._transfers.mark()
+        if loss.requires_grad:
+            self._at("backward", segment.only_layer)
+            loss.backward()
         return self._finish_backward(entered, segment.layers)
 
     def _backward(self) -> None:
@@ -282,7 +284,8 @@ class Stage:
             if layer.spec.buffers:
                 layer.bind_buffers(self._inputs[self._buffers_before(position)], lambda h: self._upload(h).wait())
             seed = self._model.msg.seed if call.seed is None else call.seed
-            torch.manual_seed(layer_seed(seed, call.iteration, call.first_microbatch + self._m, position))
+            number = layer_seed(seed, call.iteration, call.first_microbatch + self._m, position)
+            seed_generators(number, self._transfers.device)
             value = layer.module(*value[0], **value[1]) if position == 0 else layer.module(value)
             since = self._mark(phase, position, position + 1, since)
             if layer.spec.buffers and commit:
@@ -330,7 +333,11 @@ class Stage:
         copies = self._arriving(("label", self.task.call, self._m), payload)
         return put_together(skeleton, [copy.wait() for copy in copies])
 
-    def _backward_from_loss(self, value: Any, segment: Segment) -> None:
+    def _loss_of(self, value: Any) -> torch.Tensor | None:
+        """The micro-batch's loss, told to the controller, as backward wants it; None: its weight is 0."""
+        if self._now.weights[self._m] == 0:
+            self._outbox.add_loss(self._m, torch.zeros((), device=self._transfers.device), {})
+            return None
         since = self._transfers.mark()
         loss, metrics = self._loss(value)
         self._outbox.add_loss(self._m, loss.detach(), metrics)
@@ -338,10 +345,8 @@ class Stage:
         scaled = loss / denominator if numerator == 1 else loss * numerator / denominator
         if self._loss_scale != 1:  # a tensor, so that the product of an fp16 scalar is fp32, as in torch's GradScaler
             scaled = scaled * torch.tensor(self._loss_scale, dtype=torch.float32)
-        self._backward_began = self._mark("loss", len(self._model.layers), len(self._model.layers), since)
-        if scaled.requires_grad:
-            self._at("backward", segment.only_layer)
-            scaled.backward()
+        self._mark("loss", len(self._model.layers), len(self._model.layers), since)
+        return scaled
 
     def _backward_from(self, value: Any, grads: list[torch.Tensor | None], segment: Segment) -> None:
         _, tensors = self._take_apart(value, segment.layers.stop)
@@ -380,7 +385,7 @@ class Stage:
             wide = torch.promote_types(grad.dtype, torch.float32)
             self._sums[position, unit, index] = grad.to(wide)
         else:
-            add_to(total, grad)
+            total.add_(grad)
 
     def finish(self) -> None:
         """Launch the rest: sums are ready to go to the host, deepest position first; the device lets go of the weights.

@@ -2,7 +2,8 @@
 
 A stage of M micro-batches makes M windows. While it computes, the next stage's weights come up and the last stage's
 gradients go down, cut into pieces and spread over the windows by longest processing time first, so that no window is
-much longer than another and no activation waits for more than the rest of one piece.
+much longer than another and no activation waits for more than the rest of one piece. Small stages use fewer windows:
+what is early hurts nobody.
 
     window    0               1               2
     up        act 1, pieces   act 2, pieces   act 3, pieces
@@ -18,6 +19,9 @@ from typing import Protocol
 
 PIECE_BYTES = 16 << 20
 """The smallest copy that runs at the full rate of a PCIe 5 link (docs/performance.md)."""
+
+WINDOW_BYTES = 1 << 30
+"""A window takes this much before another one is used: gradients that are spread too thinly hold up the optimizer."""
 
 
 class PiecewiseCopy(Protocol):
@@ -51,16 +55,23 @@ class Windows:
 
     Args:
         copies: none of them started.
-        num_windows: how many `open` calls are expected; 0: all starts now.
+        num_windows: how many `open` calls are expected at most, this one included; the first window opens now.
         piece_bytes: where a copy is cut.
+        window_bytes: what a window takes before another one is used.
     """
 
-    def __init__(self, copies: Sequence[PiecewiseCopy], num_windows: int, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(
+        self,
+        copies: Sequence[PiecewiseCopy],
+        num_windows: int,
+        piece_bytes: int = PIECE_BYTES,
+        window_bytes: int = WINDOW_BYTES,
+    ) -> None:
         pieces = [(copy, *piece) for copy in copies for piece in cut(copy.nbytes, piece_bytes)]
-        spread = longest_first([stop - first for _, first, stop in pieces], num_windows) if num_windows else []
+        wanted = -(-sum(copy.nbytes for copy in copies) // window_bytes)
+        spread = longest_first([stop - first for _, first, stop in pieces], max(1, min(num_windows, wanted)))
         self._windows = deque([pieces[index] for index in window] for window in spread)
-        if not num_windows:
-            self._start(pieces)
+        self.open()
 
     def open(self) -> None:
         """Start what belongs to the next window."""
