@@ -25,16 +25,18 @@ from launcher.doctor import doctor
 from launcher.logs import logs
 from launcher.screen import write
 from launcher.session import base_candidates, clean_sessions, list_sessions, read_session
+from launcher.top import top
 from launcher.tracing import trace
 from rpruntime.checkpoint_files import list_checkpoints
 from rpruntime.errors import RoundPipeError
 from rpruntime.process import open_pidfd, start_time
 
-_LATER = ("top", "serve")
+_LATER = ("serve",)
 _STOP_TIMEOUT_S = 30.0
 _USAGE = """usage: rpctl COMMAND [arguments]
 
   rpctl status [NAME] [--json]   sessions that run, and their processes
+  rpctl top [NAME] [--once] [--json]   what a session is doing, live
   rpctl logs [NAME] [ROLE] [-f]  a session's logs, of one process or the end of each; -f follows
   rpctl stop NAME                end a session (under rplaunch: SIGTERM to the script)
   rpctl clean [--logs]           remove what dead sessions left; their logs too with --logs
@@ -68,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if words else 2
     commands: dict[str, Callable[[list[str]], int]] = {
         "status": _status, "logs": logs, "stop": _stop, "clean": _clean,
-        "checkpoint": _checkpoint, "doctor": doctor, "trace": trace,
+        "checkpoint": _checkpoint, "doctor": doctor, "top": top, "trace": trace,
         "plan": planning.plan, "simulate": planning.simulate_schedules,
     }  # fmt: skip
     command, rest = words[0], words[1:]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import rpctl
+from launcher import choosing, logs, rpctl
 from tests.launching import ROOT, WAIT_READY, plain_python, rplaunch
 from tests.leaks import no_leaks, wait_until
 
@@ -311,7 +311,8 @@ def test_rpctl_words(capsys: pytest.CaptureFixture[str]) -> None:
 def test_logs_of_the_newest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(rpctl, "list_sessions", lambda *_: sorted(tmp_path.iterdir()))
+    for module in (choosing, logs):
+        monkeypatch.setattr(module, "list_sessions", lambda *_: sorted(tmp_path.iterdir()))
     assert rpctl.main(["logs"]) == 1
     assert "none has left logs" in capsys.readouterr().err
     for age, name in enumerate(("calm-otter", "bold-yak", "wise-owl")):
