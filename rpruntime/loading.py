@@ -21,7 +21,7 @@ from rpruntime.layout import ModelLayout, shown_class
 from rpruntime.optimizer.units import revive_optimizer
 from rpruntime.store.arena import Store, view
 from rpruntime.store.handle import Extent, Payload, TensorHandle
-from rpruntime.store.layout import gradient_layout, optimizer_dtype, optimizer_layout, tensor_bytes
+from rpruntime.store.layout import gradient_layout, optimizer_dtype, optimizer_layout, spare_bytes, tensor_bytes
 from rpruntime.store.limits import check_host_memory, gib, read_host_memory
 from rpruntime.store.values import take_apart, why_not_picklable
 from rpruntime.terminal import say
@@ -185,7 +185,7 @@ def host_kinds(layout: ModelLayout, states: int, asynchronous: bool) -> dict[str
     fp32 = sum(optimizer_layout(unit)[1] for unit in trainable)
     return {
         "master copy": sum(unit.nbytes for unit in layout.units),
-        "second master copy": sum(unit.nbytes for unit in trainable),  # while a step writes the next version
+        "second master copy": spare_bytes(layout.units, asynchronous),
         "optimizer copy": fp32,
         "optimizer state": fp32 * states,
         "gradients in flight": gradient_bytes(layout, asynchronous),

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 
 from rpruntime.optimizer import machine as m
+from rpruntime.optimizer.norms import Norms
+from rpruntime.optimizer.pieces import Scratch
 from rpruntime.optimizer.snapshots import PREVIOUS, WEIGHT, Copies, Incoming, Row, parts_of
-from rpruntime.optimizer.units import Scratch, Unit, revive_optimizer, write_params
 from rpruntime.optimizer.tracing import OptimizerTrace
+from rpruntime.optimizer.units import Unit, revive_optimizer, write_params
 from rpruntime.recording import record
 from rpruntime.store.arena import Arena
 from rpruntime.store.handle import Extent
-from rpruntime.store.layout import optimizer_layout
+from rpruntime.store.layout import optimizer_layout, spare_bytes
 from rpruntime.store.values import put_together
 from rpruntime.wire.codec import unpack_struct
 from rpruntime.wire.mailbox import Post
@@ -46,8 +48,7 @@ class _Model:
         self.msg = msg
         lent = msg.lent or (None,) * len(msg.units)
         own = sum(unit.nbytes for unit, extent in zip(msg.units, lent, strict=True) if extent is None)
-        if own:
-            arena.reserve(own)
+        _make_room(arena, own)
         self.lent = {dataclasses.replace(extent, owner=arena.owner) for extent in lent if extent is not None}
         """First versions that lie in the controller's memory; they become the arena's when they are freed."""
         self.master = [
@@ -57,13 +58,17 @@ class _Model:
         """The newest version of each unit."""
         self.slabs: set[Extent] = set(self.master) - self.lent
         """All versions that nobody has freed."""
-        wide = sum(optimizer_layout(unit)[1] for unit in msg.units if unit.trainable)
-        if wide:
-            arena.reserve(wide)
+        _make_room(arena, sum(optimizer_layout(unit)[1] for unit in msg.units if unit.trainable))
         self.units: list[Unit | None] = [Unit(unit, arena, scratch) if unit.trainable else None for unit in msg.units]
         self.copies = Copies(arena)
         self.incoming: dict[int, Incoming] = {}
         """Units whose values are coming in."""
+
+
+def _make_room(arena: Arena, nbytes: int) -> None:
+    """Reserve what is going to be allocated at once, and not an eighth more; what an earlier model has left counts."""
+    if nbytes > arena.total_bytes - arena.live_bytes:
+        arena.reserve(nbytes)
 
 
 class OptimizerShell:
@@ -168,9 +173,14 @@ class OptimizerShell:
             tensors = [self._optimizer_tensor(model, entry) for entry in msg.optimizer.tensors]
             data = bytes(self._store.tensor(msg.optimizer.data).numpy())
             whole = revive_optimizer(*put_together(data, tensors))
-            for unit in model.units:
-                if unit is not None:
-                    unit.adopt_optimizer(whole)
+            units = [unit for unit in model.units if unit is not None]
+            for unit in units:
+                unit.adopt_optimizer(whole)
+            _make_room(self._arena, sum(unit.state_bytes() for unit in units))
+            for unit in units:
+                unit.place_state()
+            # last, so that nothing of the above lies there
+            _make_room(self._arena, spare_bytes(msg.units, msg.asynchronous))
         self._happened(m.ModelFilledEvent(instruction.model, tuple(model.master)))
         self._post.send(m.CONTROLLER, ModelReadyMsg(instruction.model, self._post.role))
 
@@ -214,7 +224,12 @@ class OptimizerShell:
                 unit.drop_sum(instruction.iteration)
 
     def _measure_norm(self, instruction: m.MeasureNorm) -> None:
-        norms = [torch.linalg.vector_norm(gradient) for gradient in self._gradients(instruction, instruction.inverse)]
+        norms: list[torch.Tensor] = []
+        with Norms() as pool:
+            for unit in self._models[instruction.model].units:
+                if unit is not None:
+                    only = instruction.only.get(unit.spec.index)
+                    norms += pool.measure(unit.gradients(instruction.iteration, only, instruction.inverse))
         norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
         single, value = norm.dtype == torch.float32, norm.item()
         finite = math.isfinite(value) or all(g.isfinite().all() for g in self._gradients(instruction, 1.0))
@@ -232,10 +247,10 @@ class OptimizerShell:
     def _step_unit(self, instruction: m.StepUnit) -> None:
         model = self._models[instruction.model]
         unit = self._unit(instruction.model, instruction.unit)
-        gradients = unit.gradients(instruction.step, instruction.only, instruction.inverse)
-        if unit.step(gradients, instruction.groups, instruction.gradient_factor):
-            extent = self._arena.allocate(unit.spec.nbytes)
-            unit.write_master(extent)
+        extent = unit.step(
+            instruction.step, instruction.only, instruction.groups, instruction.inverse, instruction.gradient_factor
+        )
+        if extent is not None:
             model.master[instruction.unit] = extent
             model.slabs.add(extent)
         self._happened(

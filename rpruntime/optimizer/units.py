@@ -5,10 +5,24 @@ from __future__ import annotations
 import bisect
 import copy
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from rpruntime.optimizer.pieces import (
+    FUSED,
+    Cutter,
+    PiecewiseStep,
+    Scratch,
+    batch_elements,
+    in_batches,
+    is_fused,
+    is_regular,
+    state_names,
+    widen,
+)
+from rpruntime.store.allocator import align
 from rpruntime.store.arena import Arena, view
 from rpruntime.store.handle import Extent
 from rpruntime.store.layout import gradient_layout, optimizer_dtype, optimizer_layout
@@ -16,19 +30,6 @@ from rpruntime.wire.messages import SlabPart, UnitSpec
 
 SHARED_STATE_BYTES = 4096
 """Optimizer state tensors from this size on live in shared memory; step counters and the like stay private."""
-
-
-class Scratch:
-    """Room for one unit's gradients in fp32, reused: fresh memory for each would cost a page fault every 4 KiB."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes]; what was taken before is void."""
-        if self._memory.numel() < nbytes:
-            self._memory = torch.empty(nbytes, dtype=torch.uint8)
-        return self._memory[:nbytes]
 
 
 class Unit:
@@ -53,6 +54,20 @@ class Unit:
         """Of each group, the hyper-parameters as the script last sent them."""
         self._shared: dict[tuple[int, str], tuple[Extent, torch.Tensor]] = {}
         """(parameter index, state name) -> where a large state tensor lies in the arena."""
+        self._rooms: dict[tuple[int, str], tuple[Extent, torch.Tensor]] = {}
+        """The same for state that the optimizer has not made yet."""
+        self._offsets = {
+            "slab": (gradient_layout(spec)[0], [param.grad_dtype for param in spec.params]),
+            "sum": (offsets, [optimizer_dtype(param.dtype) for param in spec.params]),
+            "master": ([param.offset for param in spec.params], [param.dtype for param in spec.params]),
+        }
+        """Of each kind of slab: bytes at which the parameters begin, and their dtypes."""
+        self._plan: PiecewiseStep | None = None
+        self._plan_key: tuple[Any, ...] = ()
+        self._cutters: dict[str, Cutter] = {}
+        """Of the plan's runs, by kind of slab."""
+        self._adding: tuple[Any, ...] = ((), [], None, None)
+        """(present parameters, batches with their scratch, cutters of slabs and of sums) of the last addition."""
 
     def adopt_optimizer(self, whole: torch.optim.Optimizer) -> None:
         """Take this unit's parameters, groups and state out of the user's optimizer."""
@@ -72,7 +87,47 @@ class Unit:
                 own.state[param] = {name: _widened(value, param) for name, value in whole.state[param].items()}
         own._patch_step_function()
         self.optimizer = own
+
+    def state_bytes(self) -> int:
+        """Bytes of the arena that `place_state` takes."""
+        assert self.optimizer is not None
+        tensors = [value for _, _, value in self.state_rows() if _is_large(value)]
+        return sum(align(tensor.nbytes) for tensor in (*tensors, *(self.params[i] for i, _ in self._state_to_come())))
+
+    def place_state(self) -> None:
+        """Keep the adopted state in the arena; room for what the first step makes, where the class is known, too."""
         self._share_state([])
+        for index, name in self._state_to_come():
+            self._rooms[index, name] = self._room(index, name)
+            self._rooms[index, name][1].zero_()  # so that the first step need not wait for the pages
+
+    def _state_to_come(self) -> list[tuple[int, str]]:
+        """(parameter index, name) of large state that the first step with a gradient makes."""
+        assert self.optimizer is not None
+        index_of = {id(param): index for index, param in enumerate(self.params)}
+        return [
+            (index_of[id(param)], name)
+            for group in self.optimizer.param_groups
+            for param in group["params"]
+            if _is_large(param)
+            for name in state_names(type(self.optimizer), group)
+            if self.optimizer.state.get(param, {}).get(name) is None
+        ]
+
+    def _room(self, index: int, name: str) -> tuple[Extent, torch.Tensor]:
+        """Where a large state tensor of a parameter is to lie; what is there is void."""
+        found = self._rooms.pop((index, name), None)
+        if found is None:
+            handle = self._arena.allocate_tensor(tuple(self.params[index].shape), self.params[index].dtype)
+            found = handle.extent, self._store.tensor(handle)
+        return found
+
+    def _begin_state(self, index: int, name: str) -> torch.Tensor:
+        """An uninitialised state tensor of a parameter's size."""
+        if not _is_large(self.params[index]):
+            return torch.empty_like(self.params[index], requires_grad=False)
+        self._shared[index, name] = self._room(index, name)
+        return self._shared[index, name][1]
 
     # --- gradients
 
@@ -82,15 +137,33 @@ class Unit:
             extent = self._arena.allocate(optimizer_layout(self.spec)[1])
             self._sums[iteration] = (extent, set())
         extent, present = self._sums[iteration]
-        sums = self._sum_views(self._store.bytes_of(extent))
-        wide = self._sum_views(self._scratch.take(optimizer_layout(self.spec)[1]))
+        sums = self._store.bytes_of(extent)
+        views = self._sum_views(sums)
+        again = [index in present for index in range(len(self.params))]
         for index, gradient in self._gradients(part):
-            if index in present:
-                # an add of two dtypes runs far slower than a cast and an add of one
-                sums[index].add_(wide[index].copy_(gradient))
-            else:
-                sums[index].copy_(gradient)
+            if not again[index]:
+                views[index].copy_(gradient)
                 present.add(index)
+        key = tuple(here and before for here, before in zip(part.present, again, strict=True))
+        if any(key):
+            self._add_again(key, self._store.bytes_of(part.extent), sums)
+
+    def _add_again(self, present: tuple[bool, ...], slab: torch.Tensor, sums: torch.Tensor) -> None:
+        """Add these parameters' gradients in batches: an add of two dtypes runs far slower than a cast and an add."""
+        if self._adding[0] != present:
+            counts = [(index, self.params[index].numel()) for index, here in enumerate(present) if here]
+            dtypes = [param.dtype for param in self.params]
+            cut = [(runs, self._scratch.views(runs, dtypes)) for runs in in_batches(counts, batch_elements())]
+            runs = [run for batch, _ in cut for run in batch]
+            cutters = [Cutter(runs, *self._offsets[kind]) for kind in ("slab", "sum")]
+            self._adding = (present, [wide for _, wide in cut], *cutters)
+        _, batches, cut_slab, cut_sums = self._adding
+        gradients, totals = cut_slab(slab), cut_sums(sums)
+        start = 0
+        for wide in batches:
+            place = slice(start, start + len(wide))
+            torch._foreach_add_(totals[place], widen(gradients[place], wide))
+            start = place.stop
 
     def drop_sum(self, iteration: int) -> None:
         """Forget an iteration's sum."""
@@ -137,12 +210,45 @@ class Unit:
 
     # --- step
 
-    def step(self, gradients: list[torch.Tensor | None], groups: tuple[dict[str, Any], ...], factor: float) -> bool:
-        """Run the user's optimizer on this unit; False: no parameter had a gradient, nothing moved."""
-        if self.optimizer is None or all(gradient is None for gradient in gradients):
-            return False
-        for param, gradient in zip(self.params, gradients, strict=True):
-            param.grad = gradient if gradient is None or factor == 1.0 else gradient * factor
+    def step(
+        self, iteration: int, only: SlabPart | None, groups: tuple[dict[str, Any], ...], inverse: float, factor: float
+    ) -> Extent | None:
+        """Run the user's optimizer on this unit and write its weights into a new slab in the model's dtype (P_cp).
+
+        `only`: the unit's only slab; None: there is a sum, or nothing. Gradients are multiplied by `inverse` (of the
+        loss scale), then by `factor` (of clipping). None: no parameter had a gradient, nothing moved.
+        """
+        if only is not None:
+            present = only.present
+        else:
+            summed = self._sums[iteration][1] if iteration in self._sums else set()
+            present = tuple(index in summed for index in range(len(self.params)))
+        if self.optimizer is None or not any(present):
+            return None
+        self._take_groups(groups)
+        master = self._arena.allocate(self.spec.nbytes)
+        try:
+            plan = self._plan_for(present)
+            if plan is None:
+                self._step_whole(self.gradients(iteration, only, inverse), factor)
+                self.write_master(master)
+            else:
+                kind, extent = ("slab", only.extent) if only is not None else ("sum", self._sums[iteration][0])
+                memory = self._store.bytes_of(master)
+                slab = self._store.bytes_of(extent)
+                plan.run(self._cutters[kind](slab), self._cutters["master"](memory), inverse, factor)
+                rest = {index: param for index, param in enumerate(self.params) if not present[index]}
+                write_params(memory, self.spec, rest)
+                if plan.only_once:
+                    self._plan = None
+        except BaseException:
+            self._arena.free(master)
+            raise
+        return master
+
+    def _take_groups(self, groups: tuple[dict[str, Any], ...]) -> None:
+        """Hyper-parameters as the script has them now."""
+        assert self.optimizer is not None
         for group, index, received in zip(self.optimizer.param_groups, self._group_of, self._received, strict=True):
             for name, value in groups[index].items():
                 if name in ("params", "fused") or (name in received and received[name] == _plain(value)):
@@ -151,13 +257,39 @@ class Unit:
                 if isinstance(group.get(name), torch.Tensor):  # a tensor lr computes in its own dtype
                     value = torch.as_tensor(value, dtype=group[name].dtype)
                 group[name] = value
-        self.optimizer.step()
-        lent = [param.grad for param in self.params if param.grad is not None]
-        lent += [gradient for gradient in gradients if gradient is not None]
-        for param in self.params:
-            param.grad = None
-        self._share_state(lent)
-        return True
+
+    def _plan_for(self, present: tuple[bool, ...]) -> PiecewiseStep | None:
+        """How to step these parameters in pieces; None: only `optimizer.step()` itself does what it does."""
+        assert self.optimizer is not None
+        kind, groups, state = type(self.optimizer), self.optimizer.param_groups, self.optimizer.state
+        if not is_fused(self.optimizer):
+            return None
+        key = (present, *(state_names(kind, group) for group in groups))
+        if self._plan is not None and self._plan_key == key:
+            return self._plan
+        self._plan = None
+        index_of = {id(param): index for index, param in enumerate(self.params)}
+        members = [(group, p) for group in groups for p in group["params"] if present[index_of[id(p)]]]
+        if not all(is_regular(kind, group, param, state.get(param, {})) for group, param in members):
+            return None
+        self._plan = PiecewiseStep(self.optimizer, self.params, present, self._scratch, self._begin_state)
+        self._plan_key = key
+        self._cutters = {kind: Cutter(self._plan.runs, *layout) for kind, layout in self._offsets.items()}
+        return self._plan
+
+    def _step_whole(self, gradients: list[torch.Tensor | None], factor: float) -> None:
+        """Let the optimizer itself step all parameters at once."""
+        assert self.optimizer is not None
+        self._plan = None
+        for param, gradient in zip(self.params, gradients, strict=True):
+            param.grad = gradient if gradient is None or factor == 1.0 else gradient * factor
+        try:
+            self.optimizer.step()
+            lent = [param.grad for param in self.params if param.grad is not None]
+        finally:
+            for param in self.params:
+                param.grad = None
+        self._share_state(lent + [gradient for gradient in gradients if gradient is not None])
 
     def write_master(self, extent: Extent) -> None:
         """Write the fp32 weights into a slab in the model's dtype (P_cp)."""
@@ -169,6 +301,7 @@ class Unit:
         `lent`: the gradients, whose memory is reused, so no state may lie there.
         """
         assert self.optimizer is not None
+        self._plan = None
         rows = [
             (self.optimizer.state[param], index, name, value)
             for index, param in enumerate(self.params)
@@ -189,8 +322,7 @@ class Unit:
                 if value.data_ptr() != place[1].data_ptr():
                     moved.append((state, name, value, place[1]))
             else:
-                handle = self._arena.allocate_tensor(tuple(value.shape), value.dtype)
-                self._shared[index, name] = (handle.extent, self._store.tensor(handle))
+                self._shared[index, name] = self._place(index, name, value)
                 moved.append((state, name, value, self._shared[index, name][1]))
         # one name's old memory can be another's new value
         shared = _Spans([tensor for _, tensor in self._shared.values()])
@@ -199,6 +331,13 @@ class Unit:
             state[name] = room.copy_(value)
         for extent, _ in old.values():
             self._arena.free(extent)
+
+    def _place(self, index: int, name: str, value: torch.Tensor) -> tuple[Extent, torch.Tensor]:
+        """Where a large value of a parameter's state is to lie."""
+        if (value.shape, value.dtype) == (self.params[index].shape, self.params[index].dtype):
+            return self._room(index, name)
+        handle = self._arena.allocate_tensor(tuple(value.shape), value.dtype)
+        return handle.extent, self._store.tensor(handle)
 
     def state_rows(self) -> list[tuple[int, str, Any]]:
         """(parameter index, name, value) of the optimizer's state."""
@@ -255,12 +394,13 @@ class Unit:
         """Give all memory back."""
         for iteration in list(self._sums):
             self.drop_sum(iteration)
-        for extent in (self.extent, *(extent for extent, _ in self._shared.values())):
+        kept = [extent for places in (self._shared, self._rooms) for extent, _ in places.values()]
+        for extent in (self.extent, *kept):
             self._arena.free(extent)
-        self._shared = {}
+        self._shared, self._rooms, self._plan = {}, {}, None
 
 
-def write_params(memory: torch.Tensor, spec: UnitSpec, values: dict[int, torch.Tensor]) -> None:
+def write_params(memory: torch.Tensor, spec: UnitSpec, values: Mapping[int, torch.Tensor]) -> None:
     """Write a unit's parameters, by index, into a slab in the model's dtype."""
     with torch.no_grad():
         for index, value in values.items():
@@ -269,9 +409,11 @@ def write_params(memory: torch.Tensor, spec: UnitSpec, values: dict[int, torch.T
 
 
 def _widened(value: Any, param: torch.nn.Parameter) -> Any:
-    """State that was made for a low-precision parameter, in the dtype of its optimizer copy."""
+    """State that was made for a low-precision parameter, in the dtype of its optimizer copy, and contiguous as that is:
+    torch's fused kernels read both as they lie."""
     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == param.shape and value.dim():
-        return value.to(torch.promote_types(value.dtype, param.dtype))
+        wide = value.to(torch.promote_types(value.dtype, param.dtype))
+        return wide.contiguous() if wide.layout is torch.strided else wide
     return value
 
 
@@ -323,7 +465,7 @@ def use_fast_kernel(kind: type, group: dict[str, Any]) -> dict[str, Any]:
     Complex parameters have none.
     """
     plain = not (group.get("foreach") or group.get("capturable") or group.get("differentiable"))
-    own = kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+    own = kind in FUSED
     real = all(param.is_floating_point() for param in group["params"])
     if own and real and plain and "fused" in group and group["fused"] is None and group.get("foreach") is None:
         group["fused"] = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rpruntime.store.allocator import align
 from rpruntime.store.arena import contiguous_stride, dtype_of
 from rpruntime.wire.messages import UnitSpec
@@ -41,4 +43,19 @@ def optimizer_layout(unit: UnitSpec) -> tuple[list[int], int]:
     return packed([param.shape for param in unit.params], [optimizer_dtype(param.dtype) for param in unit.params])
 
 
-__all__ = ["contiguous_stride", "gradient_layout", "optimizer_dtype", "optimizer_layout", "packed", "tensor_bytes"]
+def spare_bytes(units: Sequence[UnitSpec], asynchronous: bool) -> int:
+    """Room for weights of the next version beside those that are read, while a step writes it: for all of them when
+    asynchronous; else a unit's old weights go as soon as it is stepped, and there is room for two large ones."""
+    each = [unit.nbytes for unit in units if unit.trainable]
+    return sum(each) if asynchronous else min(sum(each), 2 * max(each, default=0))
+
+
+__all__ = [
+    "contiguous_stride",
+    "gradient_layout",
+    "optimizer_dtype",
+    "optimizer_layout",
+    "packed",
+    "spare_bytes",
+    "tensor_bytes",
+]
