@@ -110,7 +110,7 @@ class Watch:
             "pid": row["pid"],
             "state": row["state"],
             "incarnation": row["incarnation"],
-            "stage": None if task is None else {"kind": task[0], "layers": task[1:3], "step": task[4 - 1]},
+            "stage": None if task is None else {"kind": task[0], "layers": task[1:3], "step": task[4]},
             "slot": slot,
             "phase": status.phase,
             "layer": status.layer,

@@ -117,6 +117,9 @@ class InlineSession:
         if self.closed:
             return
         self.closed = True
+        client = getattr(self, "client", None)
+        if client is not None:
+            client.close()
         self.segments.close()
         self.post.close()
 
