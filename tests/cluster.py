@@ -408,6 +408,8 @@ class Controller:
         self.cluster = cluster
         self.finished: dict[int, ev.FinishCall] = {}
         self.steps: list[tuple[int, int]] = []
+        self.tasks_done: set[int] = set()
+        """Slots of calls without a plan that have committed."""
         self.failures: list[ev.ReportFailure] = []
         self.cancelled: set[int] = set()
         self.rewound: list[tuple[int, int]] = []
@@ -485,6 +487,10 @@ class Controller:
     def _FinishCall(self, i: ev.FinishCall) -> None:
         assert i.call not in self.finished and i.call not in self.cancelled
         self.finished[i.call] = i
+
+    def _FinishTask(self, i: ev.FinishTask) -> None:
+        assert i.slot not in self.tasks_done
+        self.tasks_done.add(i.slot)
 
     def _FinishStep(self, i: ev.FinishStep) -> None:
         self.steps.append((i.model, i.msg.step))
@@ -690,8 +696,14 @@ class Cluster:
         )
 
     def call(
-        self, model: int, plan: ExecutionPlan, weights: list[float], inference: bool = False, output: bool = False
+        self,
+        model: int,
+        plan: ExecutionPlan | None,
+        weights: list[float],
+        inference: bool = False,
+        output: bool = False,
     ) -> int:
+        """A call under a plan; None: its tasks are submitted one by one."""
         call = next(self._calls)
         machine = self.controller.machine
         self.read[model, machine.iteration(model)] = machine._models[model].version_read()

@@ -178,9 +178,13 @@ class Script:
                     expected = [
                         (call, slot, -minus)
                         for call in calls
-                        for slot, minus in sorted(cluster.gave[model, call, unit.index])
+                        for slot, minus in sorted(cluster.gave[model, call, unit.index], key=self._place)
                     ]
                     assert optimizer.stepped[model, step, unit.index] == expected
+
+    def _place(self, gradient: tuple[int, int]) -> tuple[int, ...]:
+        """Of a (slot, minus its position), in the order of additions."""
+        return gradient
 
     def check_work(self) -> None:
         """Every layer ran once forward and, with its weight, once backward, for each micro-batch of each call."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from rpruntime.control.coverage import TaskOrder
 from rpruntime.schedule.plan import ExecutionPlan
 from rpruntime.store.handle import Extent, Payload
 from rpruntime.wire.instructions import FreeOwn as FreeOwn
@@ -56,7 +57,8 @@ class CallEvent:
 
     call: int
     model: int
-    plan: ExecutionPlan
+    plan: ExecutionPlan | None
+    """None: a training call whose tasks are submitted one by one (`TasksEvent`)."""
     inputs: tuple[Payload, ...]
     labels: tuple[Payload | None, ...]
     coefficients: tuple[tuple[float, float], ...]
@@ -66,6 +68,15 @@ class CallEvent:
     inference: bool = False
     wants_output: bool = False
     """Of an inference call: the outputs come back (else only the losses)."""
+
+
+@dataclass(frozen=True)
+class TasksEvent:
+    """Tasks of a call without a plan, submitted together; they get the next slots' numbers, in order."""
+
+    model: int
+    call: int
+    tasks: tuple[TaskOrder, ...]
 
 
 @dataclass(frozen=True)
@@ -153,6 +164,7 @@ Event = (
     | ModelAddedEvent
     | ModelRemovedEvent
     | CallEvent
+    | TasksEvent
     | StepEvent
     | DiscardEvent
     | AbandonEvent
@@ -175,6 +187,18 @@ class FinishCall:
     weights: tuple[float, ...]
     scale: float
     outputs: tuple[Payload, ...]
+
+
+@dataclass(frozen=True)
+class FinishTask:
+    """A slot of a call without a plan has committed; spans as in `SlotCommittedMsg`."""
+
+    model: int
+    call: int
+    slot: int
+    role: str
+    spans: tuple[tuple[str, int, int, int, float, float], ...]
+    tries: int
 
 
 @dataclass(frozen=True)
@@ -204,6 +228,8 @@ class ReportFailure:
     error: ErrorInfo
     calls: tuple[int, ...]
     steps: tuple[int, ...]
+    slot: int = 0
+    """The one that failed."""
 
 
 @dataclass(frozen=True)
@@ -255,6 +281,6 @@ class EndRun:
 
 
 Instruction = (
-    Send | FreeOwn | FinishCall | FinishStep | NoteTimes | ReportFailure | FinishCancel | NoteShortage | NoteRedone
-    | ReleaseOwner | EndRun | DropSave
+    Send | FreeOwn | FinishCall | FinishTask | FinishStep | NoteTimes | ReportFailure | FinishCancel | NoteShortage
+    | NoteRedone | ReleaseOwner | EndRun | DropSave
 )  # fmt: skip

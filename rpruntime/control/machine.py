@@ -4,6 +4,7 @@ What it owns: the open iteration of each model, the round-robin pointer, the slo
 data. It never waits: tasks go out at once and the peers' events order them.
 
     call ----> CallMsg, inputs, tasks ----> workers --(losses, commits)--> FinishCall
+    tasks ---> those of a call that has no plan, as they are submitted --> FinishTask, at the end FinishCall
     step ----> StepMsg -------------------> optimizer -(weights, done)---> FinishStep
     failure -> CancelMsg to everybody ----> CancelledMsg from everybody -> FinishCancel
     death ---> FenceMsg to everybody; the dead worker's slots ----> other workers (docs/faults.md)
@@ -13,10 +14,11 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rpruntime.control.coverage import Coverage, TaskOrder
 from rpruntime.control.events import (
     AbandonEvent,
     CallEvent,
@@ -26,6 +28,7 @@ from rpruntime.control.events import (
     FinishCall,
     FinishCancel,
     FinishStep,
+    FinishTask,
     FreeOwn,
     Instruction,
     ModelAddedEvent,
@@ -44,10 +47,11 @@ from rpruntime.control.events import (
     Send,
     SetScalerEvent,
     StepEvent,
+    TasksEvent,
 )
 from rpruntime.control.lifetimes import Lifetimes
 from rpruntime.control.roster import Roster
-from rpruntime.control.tasks import CallTasks, plan_call, plan_inference
+from rpruntime.control.tasks import CallTasks, plan_call, plan_tasks, slabs_in_order
 from rpruntime.errors import WorkerDied
 from rpruntime.rounding import rounded_to_single
 from rpruntime.store.handle import Extent, Payload, by_owner, role_of
@@ -109,6 +113,17 @@ class _Call:
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     outputs: dict[int, Payload] = field(default_factory=dict)
     finished: bool = False
+    coverage: Coverage | None = None
+    """Of a call whose tasks are submitted one by one."""
+    orders: dict[int, TaskOrder] = field(default_factory=dict)
+    """Its tasks so far, by slot."""
+    unread: dict[int, set[Key]] = field(default_factory=dict)
+    """Keys of each micro-batch that are kept for tasks yet to come."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether slots are open or yet to come."""
+        return bool(self.open_slots) or not (self.coverage is None or self.coverage.is_complete)
 
 
 @dataclass
@@ -215,6 +230,10 @@ class ControllerMachine:
         """Who runs each of them."""
         self._moved: set[int] = set()
         """Those that went to another role than the producers of what they read were told."""
+        self._late: set[int] = set()
+        """Those whose producers may have been told of no reader: the controller passes on to them what they read."""
+        self._waiting: dict[int, set[int]] = {}
+        """Those that are not handed out before these have committed."""
         self._written: dict[int, dict[Key, dict[Extent, None]]] = {}
         """What each of them has published so far, by all its attempts."""
         self._deaths: Counter[int] = Counter()
@@ -237,6 +256,7 @@ class ControllerMachine:
             ModelAddedEvent: self._on_model_added,
             ModelRemovedEvent: self._on_model_removed,
             CallEvent: self._on_call,
+            TasksEvent: self._on_tasks,
             StepEvent: self._on_step,
             DiscardEvent: self._on_discard,
             AbandonEvent: self._on_abandon,
@@ -308,8 +328,38 @@ class ControllerMachine:
         return tuple(self._models[model].steps)
 
     def is_running(self, call: int) -> bool:
-        """Whether slots of a call are still open."""
-        return call in self._calls and bool(self._calls[call].open_slots)
+        """Whether slots of a call are open or yet to come."""
+        return call in self._calls and self._calls[call].is_running
+
+    def is_known(self, call: int) -> bool:
+        """Whether a call has neither been stepped nor cancelled."""
+        return call in self._calls
+
+    @property
+    def next_slot(self) -> int:
+        """The number that the next slot gets."""
+        return self._next_slot
+
+    def missing_tasks(self, model: int) -> str:
+        """What is still to be submitted of the open iteration's calls, in words; empty: nothing."""
+        for number in self._models[model].iterations[self._models[model].iteration].calls:
+            coverage = self._calls[number].coverage
+            if coverage is not None and not coverage.is_complete:
+                return coverage.missing()
+        return ""
+
+    def check_tasks(self, event: TasksEvent) -> Coverage:
+        """What a call has with these tasks.
+
+        Raises:
+            ConfigError: one of them may not come next; names it. Nothing has changed.
+        """
+        known = self._calls[event.call].coverage
+        assert known is not None
+        coverage = known.copy()
+        for order in event.tasks:
+            coverage.add(order)
+        return coverage
 
     def is_cancelling(self, model: int) -> bool:
         """Whether a failure is being cleared away."""
@@ -402,6 +452,7 @@ class ControllerMachine:
             for key in self._lifetimes.live_keys():
                 if key[0] != "weights" and key[1] == call:
                     self._drop(key)
+            self._release(("open", call))
             del self._calls[call]
         for start in (model.buffers_from, *(iteration.buffers_from for iteration in model.iterations.values())):
             for position, _ in model.spec.buffers:
@@ -416,21 +467,95 @@ class ControllerMachine:
     def _on_call(self, event: CallEvent) -> None:
         model = self._models[event.model]
         assert model.cancel is None
+        assert event.inference or not self.missing_tasks(event.model)
+        if event.plan is None:
+            self._open_call(event, model)
+            return
         workers = self._roster.expected
         tasks = self._plan(event, model, workers)
-        msg = self._call_msg(event, model, tasks)
+        msg = self._call_msg(event, model, tasks.buffers_from)
         self._calls[event.call] = _Call(event, model.iteration, set(tasks.slots), msg)
         self._send_call(event, msg, tasks)
         self._register(event, model, tasks)
         model.first_device = (model.first_device + len(tasks.slots)) % len(workers)
         if not event.inference:
-            model.iterations[model.iteration].calls.append(event.call)
-            model.wanted.append(event.call)
-            model.num_microbatches += len(event.inputs)
+            self._count_in(event, model)
+
+    def _count_in(self, event: CallEvent, model: _Model) -> None:
+        model.iterations[model.iteration].calls.append(event.call)
+        model.wanted.append(event.call)
+        model.num_microbatches += len(event.inputs)
+
+    def _open_call(self, event: CallEvent, model: _Model) -> None:
+        """A call whose tasks are yet to come."""
+        msg = self._call_msg(event, model, model.buffers_from)
+        active = [weight != 0 for weight in event.weights]
+        buffered = frozenset(position for position, _ in model.spec.buffers)
+        coverage = Coverage(len(model.spec.layer_units), active, buffered)
+        call = self._calls[event.call] = _Call(event, model.iteration, set(), msg, coverage=coverage)
+        self._keep_unread(call, range(len(active)))
+        self._move_head(event.model, model, (event.call, len(active) - 1))
+        self._publish_inputs(event)
+        self._count_in(event, model)
+
+    def _keep_unread(self, call: _Call, microbatches: Iterable[int]) -> None:
+        """Hold what tasks yet to come may read, and let go of what they will not."""
+        coverage, number = call.coverage, call.event.call
+        assert coverage is not None
+        for m in microbatches:
+            has_label = call.event.labels[m] is not None
+            keys = coverage.unread(number, m, call.msg.buffers_from, has_label=has_label)
+            before, call.unread[m] = call.unread.get(m, set()), keys
+            for key in sorted(keys - before):
+                self._lifetimes.hold(key, ("open", number))
+            for key in sorted(before - keys):
+                self._release(("open", number), key)
+
+    def _on_tasks(self, event: TasksEvent) -> None:
+        coverage = self.check_tasks(event)
+        call, model = self._calls[event.call], self._models[event.model]
+        assert model.cancel is None
+        call.coverage = coverage
+        orders = dict(enumerate(event.tasks, self._next_slot))
+        self._next_slot += len(orders)
+        tasks = plan_tasks(
+            call.event,
+            orders,
+            self._assign(orders, model),
+            coverage,
+            version=model.version_read(),
+            grain=model.spec.grain,
+            buffers_from=call.msg.buffers_from,
+        )
+        call.orders.update(orders)
+        call.open_slots.update(orders)
+        self._register_slots(call.event, model, tasks)
+        self._keep_unread(call, coverage.touched(event.tasks))
+        if coverage.is_complete:
+            slabs, version = slabs_in_order(call.orders), model.version_read()
+            self._send(OPTIMIZER, ExpectSlabsMsg(event.model, model.iteration, event.call, slabs, version))
+        self._late.update(orders)
+        for slot, order in orders.items():
+            before = {other for other in order.after if other in self._slots}
+            if before:
+                self._waiting[slot] = before
+            self._hand_over(slot)
+
+    def _assign(self, orders: Mapping[int, TaskOrder], model: _Model) -> dict[int, str]:
+        """Who runs each task: whom it names, or whose turn it is; for a worker that nobody replaces, another one."""
+        workers, roles = self._roster.expected, {}
+        for slot, order in orders.items():
+            if not order.role:
+                roles[slot] = workers[model.first_device % len(workers)]
+                model.first_device = (model.first_device + 1) % len(workers)
+            elif order.role in workers:
+                roles[slot] = order.role
+            else:
+                roles[slot] = workers[self.workers.index(order.role) % len(workers)]
+        return roles
 
     def _plan(self, event: CallEvent, model: _Model, workers: tuple[str, ...]) -> CallTasks:
-        plan = plan_inference if event.inference else plan_call
-        tasks = plan(
+        tasks = plan_call(
             event,
             workers,
             first_slot=self._next_slot,
@@ -444,6 +569,14 @@ class ControllerMachine:
         return tasks
 
     def _register(self, event: CallEvent, model: _Model, tasks: CallTasks) -> None:
+        for key in tasks.outputs:
+            self._lifetimes.hold(key, ("output", event.call))
+        self._register_slots(event, model, tasks)
+        if not event.inference:
+            self._move_head(event.model, model, (event.call, len(event.inputs) - 1))
+        self._publish_inputs(event)
+
+    def _register_slots(self, event: CallEvent, model: _Model, tasks: CallTasks) -> None:
         for slot, task in tasks.slots.items():
             self._slots[slot] = task
             self._roles[slot] = tasks.roles[slot]
@@ -461,6 +594,8 @@ class ControllerMachine:
                 for unit in model.spec.layer_units[position]:
                     if model.spec.units[unit].trainable:
                         self._lifetimes.hold(("slab", event.call, slot, position, unit), OPTIMIZER)
+
+    def _publish_inputs(self, event: CallEvent) -> None:
         for m, payload in enumerate(event.inputs):
             self._publish_own(DataReadyMsg(event.model, ("act", event.call, m, 0), payload))
         for m, label in enumerate(event.labels):
@@ -478,7 +613,7 @@ class ControllerMachine:
             if old != to:
                 self._release(("head", number), ("buffer", *old, position))
 
-    def _call_msg(self, event: CallEvent, model: _Model, tasks: CallTasks) -> CallMsg:
+    def _call_msg(self, event: CallEvent, model: _Model, buffers_from: tuple[int, int]) -> CallMsg:
         return CallMsg(
             call=event.call,
             model=event.model,
@@ -491,7 +626,7 @@ class ControllerMachine:
             training=not event.inference,
             has_labels=any(label is not None for label in event.labels),
             wants_output=event.wants_output,
-            buffers_from=tasks.buffers_from,
+            buffers_from=buffers_from,
             buffers_kept=min(iteration.buffers_from[0] for iteration in model.iterations.values()),
             context=event.context,
             seed=model.seed,
@@ -528,7 +663,8 @@ class ControllerMachine:
             self._calls[msg.key[1]].outputs[msg.key[2]] = msg.payload
         if not self._lifetimes.announce(msg, self._roles[msg.slot]):
             return
-        for role in sorted({self._roles[slot] for slot in self._moved if slot in self._lifetimes.readers(msg.key)}):
+        readers = self._lifetimes.readers(msg.key)
+        for role in sorted({self._roles[slot] for slot in self._moved | self._late if slot in readers}):
             self._send(role, msg)
 
     def _on_slab_ready(self, msg: SlabReadyMsg) -> None:
@@ -577,8 +713,16 @@ class ControllerMachine:
             self._drop(key)
         call = self._calls[task.call]
         call.open_slots.discard(msg.slot)
+        for slot in [slot for slot, before in self._waiting.items() if msg.slot in before]:
+            self._waiting[slot].discard(msg.slot)
+            if not self._waiting[slot]:
+                del self._waiting[slot]
+                if not self._is_cancelled(slot):
+                    self._hand_over(slot)
+        if call.coverage is not None:
+            self._out.append(FinishTask(task.model, task.call, msg.slot, msg.role, msg.spans, msg.tries))
         cancel = self._models[task.model].cancel
-        if not call.open_slots and (cancel is None or not cancel.first_call <= task.call <= cancel.last_call):
+        if not call.is_running and (cancel is None or not cancel.first_call <= task.call <= cancel.last_call):
             self._finish_call(task.call, call)
             self._finish_steps(self._models[task.model])
 
@@ -593,6 +737,8 @@ class ControllerMachine:
         """The slot is over; returns what it has published."""
         del self._slots[slot], self._roles[slot], self._deaths[slot]
         self._moved.discard(slot)
+        self._late.discard(slot)
+        self._waiting.pop(slot, None)
         self._causes.pop(slot, None)
         return self._written.pop(slot, {})
 
@@ -787,13 +933,13 @@ class ControllerMachine:
             last = max(c for c, other in self._calls.items() if other.event.model == number)
         calls = tuple(c for c in self._calls if first <= c <= last and self._can_fail(c, number))
         steps = () if iteration is None else tuple(step for step in model.steps if step >= iteration)
-        self._out.append(ReportFailure(number, msg.call, len(call.event.inputs), msg.error, calls, steps))
+        self._out.append(ReportFailure(number, msg.call, len(call.event.inputs), msg.error, calls, steps, msg.slot))
         self._cancel(number, model, _Cancel(first, last, iteration))
 
     def _on_abandon(self, event: AbandonEvent) -> None:
         number = event.model
         model = self._models[number]
-        running = [c for c, call in self._calls.items() if call.event.model == number and call.open_slots]
+        running = [c for c, call in self._calls.items() if call.event.model == number and call.is_running]
         training = [self._calls[c].iteration for c in running if not self._calls[c].event.inference]
         if not event.sealed:
             training = [iteration for iteration in training if iteration == model.iteration]
@@ -877,7 +1023,7 @@ class ControllerMachine:
         for slot in slots:
             self._forget_slot(slot)
             self._early_slabs.pop(slot, None)
-        for reader in readers:
+        for reader in [*readers, *(("open", call) for call in sorted(calls))]:
             freed += self._lifetimes.release(reader)
         for key in self._lifetimes.live_keys():
             if key[0] != "weights" and key[1] in calls:
@@ -1010,8 +1156,8 @@ class ControllerMachine:
     def _hand_over(self, slot: int) -> None:
         """Everything that a role needs to run a slot, besides weights; it may know some of it."""
         task, role = self._slots[slot], self._roles[slot]
-        if self._roster.is_away(role):
-            return  # when it joins
+        if self._roster.is_away(role) or slot in self._waiting:
+            return  # when it joins, or when what it waits for has committed
         self._send(role, self._calls[task.call].msg)
         self._send(role, TaskMsg(task))
         for key in sorted(self._lifetimes.reads(slot)):
@@ -1116,11 +1262,23 @@ class ControllerMachine:
             assert slot in self._calls[task.call].open_slots
         assert self._roles.keys() == self._slots.keys()
         assert self._written.keys() | self._moved | self._held.keys() <= self._slots.keys()
+        assert self._late | self._waiting.keys() <= self._slots.keys()
+        assert all(before and before <= self._slots.keys() for before in self._waiting.values())
         for number, call in self._calls.items():
             assert all(self._slots[slot].call == number for slot in call.open_slots)
+            self._validate_unread(number, call)
         for number, model in self._models.items():
             held = self._lifetimes.reads(("readable", number))
             assert held == {("weights", number, u, v) for u, versions in model.versions.items() for v in versions}
+
+    def _validate_unread(self, number: int, call: _Call) -> None:
+        expected: set[Key] = set()
+        for m in range(len(call.event.inputs) if call.coverage is not None else 0):
+            assert call.coverage is not None
+            has_label = call.event.labels[m] is not None
+            expected |= call.coverage.unread(number, m, call.msg.buffers_from, has_label=has_label)
+        cancelled = self._models[call.event.model].cancel is not None
+        assert cancelled or self._lifetimes.reads(("open", number)) == expected
 
     def live_extents(self) -> set[Extent]:
         """Every extent that something names."""
