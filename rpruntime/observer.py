@@ -20,7 +20,7 @@ from rpruntime.meter import Account, Meter
 from rpruntime.progress import ProgressPage, progress_path
 from rpruntime.terminal import say
 from rpruntime.trace.recording import Recording
-from rpruntime.wire.messages import RoleReadyMsg, TraceMsg, TraceSpansMsg
+from rpruntime.wire.messages import CancelMsg, RoleReadyMsg, TraceMsg, TraceSpansMsg
 
 if TYPE_CHECKING:
     from rpruntime.client import Client
@@ -83,6 +83,9 @@ class Observer:
     def sent(self, role: str, msg: Any) -> None:
         """A message goes out."""
         self.meter.sent(role, msg)
+        if isinstance(msg, CancelMsg) and role == "optimizer":  # everybody gets it
+            for recording in self._recordings:
+                recording.cancelled(msg.model, range(msg.first_call, msg.last_call + 1))
         self._dirty = True
 
     def came(self, msg: Any) -> bool:

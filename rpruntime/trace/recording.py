@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,17 +73,20 @@ class Recording:
     def rows(self, role: str, rows: Sequence[TraceRow], slots: dict[int, SlotInfo]) -> None:
         """`TraceSpansMsg`; `slots` are those that have not committed."""
         for stream, name, number, first, last, microbatch, began, ended, nbytes in rows:
-            info = slots.get(number) if stream not in (OPTIMIZER, MESSAGES) else None
-            if info is not None:
-                if self._wants(info):
-                    place = {"layers": (first, last), "microbatch": microbatch, "nbytes": nbytes}
-                    self._add(_of_slot(info, stream, name, began, ended, role=role, **place))
-                continue
-            iteration = number if stream == OPTIMIZER else -1
-            layers = (first, last)
-            self._add(
-                TraceSpan(role, stream, name, began, ended, iteration=iteration, layers=layers, nbytes=nbytes),
-            )
+            if stream in (OPTIMIZER, MESSAGES):
+                layers, iteration = (first, last), number if stream == OPTIMIZER else -1
+                span = TraceSpan(role, stream, name, began, ended, iteration=iteration, layers=layers, nbytes=nbytes)
+                self._add(span)
+            elif (info := slots.get(number)) is not None and self._wants(info):
+                place = {"layers": (first, last), "microbatch": microbatch, "nbytes": nbytes}
+                self._add(_of_slot(info, stream, name, began, ended, role=role, **place))
+
+    def cancelled(self, model: int, calls: range) -> None:
+        """What these calls computed belongs to no step; more of it will not be told."""
+        self._data.spans = [
+            replace(span, iteration=-1) if span.model == model and span.call in calls else span
+            for span in self._data.spans
+        ]
 
     def messages(self, count: int, began_ms: float, ended_ms: float) -> None:
         """The controller has taken in so many messages."""
