@@ -186,12 +186,13 @@ class Meter:
             return found
         commits = [commit for key, row in self._commits.items() if key[0] == model for commit in row]
         before = self._commits.get((model, iteration - 1), [])
-        end = max((row[5] for commit in before for row in commit.rows), default=0.0)
         begin = self._asynchronous_ends.get(model)
-        self._asynchronous_ends[model] = end
+        end = max((row[5] for commit in before for row in commit.rows), default=None)
+        if end is not None:
+            self._asynchronous_ends[model] = end
         for key in [key for key in of_model if key[1] < iteration - 1]:
             del self._commits[key]
-        if begin is None or end <= begin:
+        if begin is None or end is None or end <= begin:
             return None
         return _window(commits, self._roles, iteration - 1, begin, end)
 
