@@ -1,6 +1,7 @@
 """rpctl plan and rpctl simulate: stages for measured layers, and schedules compared on paper. Starts nothing.
 
-Layer times come from a file such as scripts/data/layer_times_h200.json, or from two lists.
+Layer times come from a file such as scripts/data/layer_times_h200.json, or from two lists. `rpctl plan` takes a model
+too, a folder or MODULE:FACTORY, and says what it will need (launcher/estimating.py; only that needs torch).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rpruntime.errors import ConfigError
 from rpruntime.schedule import (
@@ -28,6 +29,9 @@ from rpruntime.schedule.costs import LayerTimes, numbers
 from rpruntime.schedule.packing import Cut
 from rpruntime.schedule.picture import chrome_trace, svg
 from rpruntime.schedule.search import Score
+
+if TYPE_CHECKING:
+    from launcher.estimating import ModelEstimate
 
 
 def plan(words: list[str]) -> int:
@@ -72,9 +76,21 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
 
 
 def _plan_parser() -> argparse.ArgumentParser:
-    parser = _parser("plan", "Cuts layers into stages, and says what to expect of them.")
+    parser = _parser(
+        "plan",
+        "Cuts layers into stages, and says what to expect of them: of measured layers, or of a MODEL (a folder with "
+        "config.json, or MODULE:FACTORY giving an nn.Module), whose memory is estimated too. Nothing is started.",
+    )
     parser.add_argument("--asynchronous", action="store_true", help="the plan for overlapping iterations")
     parser.add_argument("--formula", action="store_true", help="the paper's objective instead of simulation")
+    model = parser.add_argument_group("of a MODEL")
+    model.add_argument("--batch", type=int, metavar="B", help="rows of a batch; default: one a micro-batch")
+    model.add_argument("--seq", type=int, default=2048, metavar="S", help="tokens of a row; default 2048")
+    model.add_argument("--input", metavar="SHAPE[:DTYPE]", help="a whole batch, as 64,3,224,224 or 64,2048:int64")
+    model.add_argument("--dtype", help="as RoundPipe's: bfloat16; default: the model's own")
+    model.add_argument("--optimizer", default="adamw", metavar="NAME", help="of torch.optim, or none; default adamw")
+    model.add_argument("--tflops", type=float, metavar="T", help="of a device; default: measured on this machine's")
+    model.add_argument("--measure", action="store_true", help="time each kind of layer on this machine's device")
     return parser
 
 
@@ -173,8 +189,8 @@ class _Setting:
     microbatches: int
 
     @classmethod
-    def of(cls, options: argparse.Namespace) -> _Setting:
-        layers, link = _layers(options), options.link_gb_per_s
+    def of(cls, options: argparse.Namespace, layers: _Layers | None = None) -> _Setting:
+        layers, link = layers or _layers(options), options.link_gb_per_s
         if link is not None and not link > 0:
             raise ConfigError(f"--link-gb-per-s must be above 0, not {link}")
         hop_ms = options.hop_ms
@@ -221,8 +237,31 @@ class _Setting:
 # --- rpctl plan
 
 
+def _names_model(file: Path | None) -> bool:
+    """Whether the argument is a model, not a file of layer times."""
+    return file is not None and (file.is_dir() or (":" in str(file) and not file.exists()))
+
+
+def _layers_of_model(model: ModelEstimate) -> _Layers:
+    boundary = max((cost.input_bytes for cost in model.costs[1:]), default=0)
+    names = [cost.name for cost in model.costs]
+    return _Layers(names, model.forward_ms, model.backward_ms, model.param_bytes, float(boundary), model.tokens)
+
+
+def _step_text(iteration_ms: float, model: ModelEstimate | None) -> str:
+    if model is None or model.optimizer_ms is None:
+        return f"{iteration_ms:.1f} ms an iteration before the optimizer's step"
+    both = max(iteration_ms, model.optimizer_ms) if model.asynchronous else iteration_ms + model.optimizer_ms
+    return f"{iteration_ms:.1f} ms an iteration, the optimizer's step {model.optimizer_ms:.1f} ms, together {both:.1f}"
+
+
 def _plan(options: argparse.Namespace) -> None:
-    setting = _Setting.of(options)
+    model = None
+    if _names_model(options.file):
+        from launcher.estimating import estimate_model
+
+        model = estimate_model(options)
+    setting = _Setting.of(options, None if model is None else _layers_of_model(model))
     layers = setting.layers
     if options.formula:
         chosen = formula_plan(
@@ -246,9 +285,12 @@ def _plan(options: argparse.Namespace) -> None:
             "bubble": bubble,
             "tokens_per_s": tokens_per_s,
             "warnings": warnings,
+            **({} if model is None else {"model": model.as_json(chosen)}),
         }
         print(json.dumps(found, indent=1))
         return
+    if model is not None:
+        print("\n".join(model.lines(chosen)))
     print(f"{len(layers.names)} layers, {setting.devices} devices, {setting.microbatches} micro-batches")
     print(f"{'stage':<6} {'kind':<9} {'layers':<9} {'ms a micro-batch':>16} {'device':>7}")
     for number, stage in enumerate(stages):
@@ -256,7 +298,7 @@ def _plan(options: argparse.Namespace) -> None:
         print(f"{number:<6} {stage['kind']:<9} {where:<9} {stage['ms']:>16.2f} {number % setting.devices:>7}")
     rate = f", {tokens_per_s:,.0f} tokens/s" if tokens_per_s is not None else ""
     mode = "asynchronous" if options.asynchronous else "synchronous"
-    print(f"{mode}: {iteration_ms:.1f} ms an iteration before the optimizer's step, bubble {100 * bubble:.1f}%{rate}")
+    print(f"{mode}: {_step_text(iteration_ms, model)}, bubble {100 * bubble:.1f}%{rate}")
     print(f"rp.ExecutionPlan(forward={list(chosen.forward)}, backward={list(chosen.backward)})")
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)

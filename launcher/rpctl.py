@@ -43,7 +43,7 @@ _USAGE = """usage: rpctl COMMAND [arguments]
   rpctl checkpoint FOLDER [--json]   checkpoints in a folder: step, size, date, complete or not
   rpctl doctor [--json]          what of this machine would stop a run, and how to mend it
   rpctl trace FILE               where a recorded run's time went, and a picture (rpctl trace --help)
-  rpctl plan FILE                cut measured layers into stages (rpctl plan --help)
+  rpctl plan FILE|MODEL          cut layers into stages; what a MODEL will need (rpctl plan --help)
   rpctl simulate FILE            compare schedules on measured layers (rpctl simulate --help)
 
   rpctl --version

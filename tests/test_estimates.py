@@ -1,0 +1,394 @@
+"""rpctl plan MODEL: what a model needs before it is loaded, beside what a run then uses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from launcher import measuring, rpctl
+from launcher.estimates import device_memory, grown, host_memory, slots_memory
+from launcher.meta_run import LayerCost, cast_to_layout, costs_of
+from rpruntime.layout import ModelLayout, lay_out
+from rpruntime.loading import host_bytes
+from rpruntime.schedule import ExecutionPlan
+from rpruntime.store.arena import Arena, Store
+from rpruntime.store.segments import PrivateSegments
+from tests.leaks import no_leaks
+
+ROOT = Path(__file__).resolve().parent.parent
+MIB = 1 << 20
+FACTORY = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self, d):
+        super().__init__()
+        self.a, self.b, self.n = nn.Linear(d, 4 * d), nn.Linear(4 * d, d), nn.LayerNorm(d)
+    def forward(self, x):
+        return x + self.b(nn.functional.gelu(self.a(self.n(x))))
+
+def build():
+    return nn.Sequential(nn.Embedding(4096, 512), *[Block(512) for _ in range(6)], nn.Linear(512, 4096, bias=False))
+
+def images():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 1))
+
+def asks():
+    class Asks(nn.Module):
+        def forward(self, x):
+            return x * int(x.abs().max())
+    return nn.Sequential(nn.Linear(4, 4), Asks())
+
+def number():
+    return 3
+"""
+
+
+@pytest.fixture
+def factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module that only the working directory has."""
+    name = f"factory_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    return name
+
+
+def costs(model: nn.Sequential, chunk: torch.Tensor, dtype: Any = None) -> tuple[ModelLayout, list[LayerCost]]:
+    model.to("meta")
+    layout = lay_out(model, torch.optim.AdamW(model.parameters()), dtype, None)
+    cast_to_layout(layout)
+    return layout, costs_of(layout, chunk.to("meta"))
+
+
+# --- layers on the meta device
+
+
+def test_work_of_a_layer_is_that_of_its_products() -> None:
+    rows, width = 6, 32
+    _, found = costs(nn.Sequential(*[nn.Linear(width, width) for _ in range(3)]), torch.zeros(rows, width))
+    once = 2 * rows * width * width
+    assert [cost.forward_flops for cost in found] == [once] * 3
+    # the first layer's input wants no gradient
+    assert [cost.backward_flops for cost in found] == [once, 2 * once, 2 * once]
+    assert [cost.input_bytes for cost in found] == [rows * width * 4] * 3
+    assert [cost.gradient_bytes for cost in found] == [0, rows * width * 4, rows * width * 4]
+
+
+def test_attention_counts_as_a_kernel_that_holds_no_scores() -> None:
+    batch, heads, length, width = 2, 4, 512, 16
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(width))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q = x * self.scale
+            return F.scaled_dot_product_attention(q, x[:, :2], x[:, :2], is_causal=True, enable_gqa=True)
+
+    _, (cost,) = costs(nn.Sequential(Attention()), torch.zeros(batch, heads, length, width))
+    assert cost.forward_flops == 4 * batch * heads * length * length * width
+    assert cost.peak_bytes < batch * heads * length * length * 4
+
+
+def test_memory_of_a_layer_on_the_device() -> None:
+    rows, width = 1024, 64
+    nbytes = rows * width * 4
+
+    class Square(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(width))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x + self.bias).relu().exp()
+
+    _, found = costs(nn.Sequential(Square(), Square(), nn.Flatten(0)), torch.zeros(rows, width))
+    # input, and the results that relu and exp keep for their backward; exp's is the output
+    assert found[1].kept_bytes == 3 * nbytes
+    assert 4 * nbytes <= found[1].peak_bytes <= 6 * nbytes
+
+
+def test_what_is_handed_on_unchanged_is_counted_once() -> None:
+    class First(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return x + 1, x.new_ones(8)
+
+    class Next(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(16))
+
+        def forward(self, value: Any) -> Any:
+            return value[0] * self.weight, value[1]
+
+    class Last(nn.Module):
+        def forward(self, value: Any) -> torch.Tensor:
+            return value[0].sum() + value[1].sum()
+
+    _, found = costs(nn.Sequential(First(), Next(), Next(), Last()), torch.zeros(4, 16))
+    assert [cost.input_bytes for cost in found] == [256, 256 + 32, 256, 256]
+
+
+def test_dtype_casts_as_a_run_does() -> None:
+    _, found = costs(nn.Sequential(nn.Embedding(10, 16), nn.Linear(16, 16)), torch.zeros(2, 8).long(), torch.bfloat16)
+    assert found[1].input_bytes == 2 * 8 * 16 * 2
+
+
+# --- arithmetic of memory
+
+
+def test_an_arena_grows_as_the_estimate_says() -> None:
+    segments = PrivateSegments()
+    for reserved, step, count in ((0, MIB, 40), (40 * MIB, 3 * MIB, 60), (300 * MIB, 5 * MIB, 90)):
+        source = segments.for_owner("x") if hasattr(segments, "for_owner") else segments
+        arena = Arena(f"optimizer.{count}", source, Store(source))
+        if reserved:
+            arena.reserve(reserved)
+        for _ in range(count):
+            arena.allocate(step)
+        need = count * step
+        assert abs(arena.total_bytes - grown(reserved, need)) <= max(16 * MIB, grown(reserved, need) // 8)
+        assert arena.total_bytes >= need
+
+
+def flat(num_layers: int, nbytes: int) -> list[LayerCost]:
+    return [LayerCost(str(i), "L", (), 1, 1, nbytes, nbytes if i else 0, nbytes, 3 * nbytes) for i in range(num_layers)]
+
+
+def test_activations_stay_until_their_backward() -> None:
+    layers, microbatches, nbytes = 5, 3, 1000
+    model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(layers)])
+    layout = lay_out(model, torch.optim.SGD(model.parameters()), None, None)
+    plan = ExecutionPlan.one_layer_a_stage(layers)
+    peaks, most, gradients = slots_memory(layout, flat(layers, nbytes), plan, 1, microbatches, 0)
+    # four boundaries, and the gradient of the last one while the fused stage ends
+    assert most == (layers - 1 + 1) * microbatches * nbytes
+    assert gradients == [layers * 256]
+    assert peaks[0] >= most
+    coarse = ExecutionPlan([range(0, 3)], [range(3, 5), range(0, 3)])
+    assert slots_memory(layout, flat(layers, nbytes), coarse, 1, microbatches, 0)[1] == 2 * microbatches * nbytes
+    two, together, shares = slots_memory(layout, flat(layers, nbytes), plan, 2, microbatches, 0)
+    assert most <= together <= sum(two)
+    assert sum(shares) == layers * 256
+
+
+def test_kinds_add_up_to_what_is_checked_at_load() -> None:
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    layout, found = costs(model, torch.zeros(2, 64))
+    for asynchronous in (False, True):
+        host = host_memory(
+            layout, found, [ExecutionPlan.one_layer_a_stage(4)],
+            states=2, asynchronous=asynchronous, num_devices=2, num_microbatches=2,
+        )  # fmt: skip
+        beside = ("boundary activations", "batches and buffers", "master copies, freed late")
+        assert sum(n for kind, n in host.kinds.items() if kind not in beside) == host_bytes(layout, 2, asynchronous)
+        assert set(host.arenas) == {"optimizer", "worker-0", "worker-1", "controller"}
+        assert host.total >= sum(host.kinds.values())
+
+
+def test_the_device_holds_two_stages_and_the_sums_of_one() -> None:
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
+    layout, found = costs(model, torch.zeros(2, 64))
+    plan = ExecutionPlan([range(0, 2)], [range(2, 4), range(0, 2)])
+    device = device_memory(layout, found, [plan], 2)
+    layer = 64 * 64 * 4
+    assert (device.weights, device.sums) == (4 * layer, 2 * layer)
+    assert device.stage in (range(2, 4), range(0, 2))
+    assert device.activations >= sum(found[p].kept_bytes for p in device.stage)
+
+
+# --- beside a run
+
+TRAIN = """
+import json, os, pathlib, sys
+import torch
+from torch import nn
+import rpruntime as rp
+import rpruntime.session as sessions
+import {factory}
+
+def reserved():
+    # the launcher has a descriptor of every segment
+    pid = json.loads((sessions.current().folder / "session.json").read_text())["launcher"]["pid"]
+    segments = {{}}
+    for fd in pathlib.Path(f"/proc/{{pid}}/fd").iterdir():
+        try:
+            name, stat = os.readlink(fd), os.stat(fd)
+        except OSError:
+            continue
+        if name.startswith("/dev/shm/rpruntime-"):
+            segments[stat.st_ino] = stat.st_size
+    return sum(segments.values())
+
+def loss_fn(output, labels):
+    return nn.functional.cross_entropy(output.flatten(0, -2), labels.flatten())
+
+torch.set_num_threads(1)
+model = {factory}.build()
+optimizer = torch.optim.AdamW(model.parameters())
+most, ids = 0, torch.randint(0, 4096, (8, 32))
+with rp.RoundPipe(model, optimizer, loss_fn=loss_fn, num_microbatches=4, plan="layers", asynchronous={mode}) as pipe:
+    for _ in range(4):
+        loss = pipe.forward_backward(ids, ids)
+        pipe.step()
+        float(loss)
+        most = max(most, reserved())
+    pipe.synchronize()
+    print(json.dumps(max(most, reserved())))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_host_memory_is_within_a_tenth_of_what_a_run_reserves(
+    asynchronous: bool, factory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", f"{factory}:build", "--devices", "2", "--microbatches", "4", "--batch", "8", "--seq", "32"]
+    words += ["--tflops", "0.05", "--json", *(["--asynchronous"] if asynchronous else [])]
+    assert rpctl.main(words) == 0
+    wanted = json.loads(capsys.readouterr().out)["model"]["host_bytes"]
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN.format(factory=factory, mode=asynchronous))
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("RPRUNTIME_")}
+    with no_leaks(within_s=10.0) as watch:
+        run = subprocess.run(
+            [sys.executable, "-m", "launcher", "-q", "--devices", "cpu:2", str(script)],
+            env={**kept, "PYTHONPATH": str(ROOT), **watch.environ},
+            capture_output=True,
+            text=True,
+            timeout=110,
+        )
+    assert run.returncode == 0, run.stderr
+    used = json.loads(run.stdout.splitlines()[-1])
+    assert used > 200 * MIB
+    assert abs(wanted - used) <= 0.1 * used, f"{wanted / MIB:.0f} MiB estimated, {used / MIB:.0f} used"
+
+
+# --- times
+
+
+def test_times_from_operations(factory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", f"{factory}:build", "--devices", "2", "--microbatches", "2", "--seq", "16", "--json"]
+    assert rpctl.main([*words, "--tflops", "2"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    model = body["model"]
+    block = 2 * 16 * 2 * 512 * 2048  # one row, 16 tokens, two matrices
+    assert model["forward_ms"][1] == pytest.approx(block / 2e9)
+    assert model["backward_ms"][1] == pytest.approx(3 * block / 2e9)
+    assert "at 2 TFLOP/s (as given)" in model["basis"]
+    assert body["tokens_per_s"] == pytest.approx(32 / body["iteration_ms"] * 1e3)
+    assert body["iteration_ms"] >= sum(model["backward_ms"]) * 2 / 2
+
+
+def test_times_that_are_measured(
+    factory: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[bool] = []
+
+    def fake_median(run: Any, device: torch.device) -> float:
+        run()  # the layers do run, forward and backward
+        ran.append(True)
+        return float(len(ran))
+
+    monkeypatch.setattr(measuring, "median_ms", fake_median)
+    monkeypatch.setattr(measuring, "default_device", lambda: torch.device("cpu"))
+    words = ["plan", f"{factory}:build", "--devices", "2", "--microbatches", "2", "--seq", "4", "--measure"]
+    assert rpctl.main([*words, "--json"]) == 0
+    model = json.loads(capsys.readouterr().out)["model"]
+    # embedding, blocks, head: three kinds, in the order in which they come
+    assert model["forward_ms"] == [1.0, *[3.0] * 6, 5.0]
+    assert model["backward_ms"] == [2.0, *[4.0] * 6, 6.0]
+    parameters = 2 * 4096 * 512 + 6 * (8 * 512 * 512 + 4 * 512 + 512 + 2 * 512)
+    assert model["optimizer_ms"] == pytest.approx(7.0 * parameters / 8e6)
+    assert rpctl.main(words) == 0
+    printed = capsys.readouterr().out
+    assert "measured on cpu, 3 kinds of layers" in printed and "the optimizer's step" in printed
+
+
+def test_the_median_of_a_call() -> None:
+    now = iter(float(x) for x in range(0, 1000))
+    assert measuring.median_ms(lambda: None, torch.device("cpu"), lambda: next(now)) == 1000.0
+    ticks, calls = iter(x * 0.001 for x in range(1000)), []
+    assert measuring.median_ms(lambda: calls.append(1), torch.device("cpu"), lambda: next(ticks)) == pytest.approx(1.0)
+    assert len(calls) == measuring.WARM_UPS + measuring.MAX_RUNS
+
+
+# --- the command
+
+
+def test_the_text_names_kinds_and_basis(factory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rpctl.main(["plan", f"{factory}:build", "--devices", "2", "--microbatches", "2", "--tflops", "1"]) == 0
+    printed = capsys.readouterr().out
+    for words in ("master copy", "optimizer state", "boundary activations", "device memory", "fits on this machine"):
+        assert words in printed
+    for words in ("times: from the layers' operations", "AdamW (2 states)", "before the optimizer's step", "fused"):
+        assert words in printed
+
+
+def test_a_folder_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    config = {
+        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 256, "hidden_size": 64,
+        "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 16, "tie_word_embeddings": False,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["plan", str(tmp_path), "--devices", "2", "--microbatches", "2", "--seq", "32", "--tflops", "1", "--json"]
+    assert rpctl.main([*words, "--dtype", "bf16"]) == 0
+    model = json.loads(capsys.readouterr().out)["model"]
+    attention, mlp = 64 * 64 * 2 + 2 * 64 * 32, 3 * 64 * 128
+    block = attention + mlp + 2 * 64 + 2 * 16
+    parameters = 2 * 256 * 64 + 3 * block + 64
+    assert model["host_kinds"]["optimizer copy"] == pytest.approx(4 * parameters, rel=0.02)
+    assert model["host_kinds"]["master copy"] == pytest.approx(2 * parameters, rel=0.03)
+    assert model["forward_ms"][1] == pytest.approx((2 * 32 * (attention + mlp) + 4 * 32 * 32 * 64) / 1e9)
+
+
+def test_other_inputs_and_optimizers(factory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", f"{factory}:images", "--devices", "1", "--microbatches", "2", "--tflops", "1", "--json"]
+    found = {}
+    for optimizer in ("adamw", "sgd", "none"):
+        assert rpctl.main([*words, "--input", "4,3,8,8", "--optimizer", optimizer]) == 0
+        found[optimizer] = json.loads(capsys.readouterr().out)["model"]["host_kinds"]
+    assert found["sgd"]["optimizer state"] == found["none"]["optimizer state"] == 0
+    assert found["adamw"]["optimizer state"] == 2 * found["adamw"]["optimizer copy"]
+
+
+@pytest.mark.parametrize(
+    "target, extra, message",
+    [
+        ("missing:build", [], "missing:build: No module named 'missing'; MODEL is a folder"),
+        ("{factory}:nothing", [], "has no attribute 'nothing'"),
+        ("{factory}:number", [], "gives a int, not an nn.Module"),
+        ("{factory}:images", [], "cannot be guessed (it begins with Conv2d): say it with --input"),
+        ("{factory}:images", ["--input", "4,x"], "--input '4,x': a shape such as"),
+        ("{factory}:images", ["--input", "1,3,8,8"], "a batch of 1 rows cannot be cut into 2"),
+        ("{factory}:images", ["--input", "4,3,9,9"], "layer 2 2 (Linear) does not run on the meta device"),
+        ("{factory}:asks", [], "layer 1 1: it asks for the value of a tensor"),
+        ("{factory}:build", ["--batch", "1"], "--batch 1 cannot be cut into 2 micro-batches"),
+        ("{factory}:build", ["--dtype", "bf17"], "'bf17' is no dtype of torch"),
+        ("{factory}:build", ["--optimizer", "magic"], "--optimizer magic: one of adamw"),
+        ("{factory}:build", ["--tflops", "0"], "--tflops must be above 0"),
+        ("{factory}:build", ["--devices", "0"], "--devices must be at least 1"),
+        (".", [], "has no config.json"),
+    ],
+)
+def test_mistakes_get_one_line(
+    target: str, extra: list[str], message: str, factory: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", target.format(factory=factory), "--microbatches", "2", "--tflops", "1", *extra]
+    assert rpctl.main(words) == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert printed.count("\n") == 1
