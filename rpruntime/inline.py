@@ -21,6 +21,7 @@ from rpruntime.store.arena import Arena, Store
 from rpruntime.store.segments import PrivateSegments
 from rpruntime.worker.shell import WorkerShell
 from rpruntime.worker.transfers import CpuTransfers, CudaTransfers, DelayedTransfers, Transfers
+from rpruntime.worker.windows import PIECE_BYTES, WINDOW_BYTES, WindowSizes
 
 CONTROLLER = "controller"
 
@@ -48,7 +49,8 @@ class _Post:
 
 class InlineSession:
     """A session without processes. `config["workers"]` (tests) sets the number of workers, 1 by default;
-    `config["delayed_copies"]` (tests) makes copies late and out of order, with that seed."""
+    `config["delayed_copies"]` (tests) makes copies late and out of order, with that seed; `config["window_bytes"]`
+    (tests) spreads weights and gradients over micro-batches from that size on."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.name = str(config.get("name") or "inline")
@@ -67,10 +69,12 @@ class InlineSession:
         optimizer = _Post("optimizer", hub)
         self._optimizer = (optimizer, OptimizerShell(optimizer, self._arena("optimizer.1"), self.worker_roles))
         self._workers = []
+        window = int(config.get("window_bytes", WINDOW_BYTES))
+        sizes = WindowSizes(min(PIECE_BYTES, max(1, window // 2)), window)
         for index, role in enumerate(self.worker_roles):
             post = _Post(role, hub)
             shell = WorkerShell(
-                post, self._arena(f"{role}.1"), self._transfers(index), self.worker_roles, self.devices[0]
+                post, self._arena(f"{role}.1"), self._transfers(index), self.worker_roles, self.devices[0], sizes=sizes
             )
             self._workers.append((post, shell))
 

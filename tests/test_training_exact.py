@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 import rpruntime as rp
 from rpruntime import ExecutionPlan
+from rpruntime.store.arena import POISON_VARIABLE
 from tests.reference import PlainLoop, inline
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -217,10 +220,12 @@ def run_anything(data: st.DataObject, name: str) -> None:
     config = {"workers": data.draw(st.integers(1, 3), "workers")}
     if data.draw(st.booleans(), "delayed"):
         config["delayed_copies"] = data.draw(st.integers(0, 99), "seed of delays")
+        config["window_bytes"] = data.draw(st.sampled_from([1, 100, 1 << 30]), "what a window takes")
     asynchronous = data.draw(st.booleans(), "asynchronous")
     grain = data.draw(st.sampled_from(["stage", "layer"]), "grain")
     torch.manual_seed(data.draw(st.integers(0, 9), "seed of data"))
-    with inline(**config) as session:
+    poison = {POISON_VARIABLE: "1"} if data.draw(st.booleans(), "released memory is overwritten") else {}
+    with mock.patch.dict(os.environ, poison), inline(**config) as session:
         both = Both(
             session, case.model(), sgd, num_microbatches=m, round_size=plan.round_size, plan=plan,
             asynchronous=asynchronous, recompute=grain,
@@ -516,6 +521,34 @@ def test_reading_in_between_changes_nothing(asynchronous: bool) -> None:
             both.step()
             both.pipe.forward(x, num_microbatches=2)
         both.close()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_copies_that_are_late_and_memory_that_is_overwritten_change_nothing_in_two_hundred_steps(
+    asynchronous: bool,
+) -> None:
+    """Against copies that are there at once: N8 of the field's cases."""
+    weights = []
+    for late in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5), nn.Tanh(), nn.Linear(5, 1))
+        plan = ExecutionPlan([range(0, 2), range(2, 3)], [range(3, 5), range(1, 3), range(0, 1)])
+        config = {"workers": 2, **({"delayed_copies": 7, "window_bytes": 50} if late else {})}
+        poison = {POISON_VARIABLE: "1"} if late else {}
+        with mock.patch.dict(os.environ, poison), inline(**config) as session:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+            with rp.RoundPipe(
+                model, optimizer, num_microbatches=3, plan=plan, asynchronous=asynchronous, seed=SEED, session=session,
+                loss_fn=nn.functional.mse_loss,
+            ) as pipe:  # fmt: skip
+                for _ in range(200):
+                    x = torch.randn(7, 6)
+                    pipe.forward_backward(x, x.sum(1, keepdim=True))
+                    pipe.step()
+                last = float(pipe.forward_backward(x, x.sum(1, keepdim=True)))
+        weights.append([last, *(p.detach().clone() for p in model.parameters())])
+    assert weights[0][0] == weights[1][0] < 0.5
+    assert all(torch.equal(a, b) for a, b in zip(weights[0][1:], weights[1][1:], strict=True))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

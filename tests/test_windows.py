@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpruntime.worker.transfers import CpuTransfers, DelayedTransfers
-from rpruntime.worker.windows import PIECE_BYTES, Windows, cut, longest_first
+from rpruntime.worker.windows import PIECE_BYTES, Windows, WindowSizes, cut, longest_first
 
 
 @settings(deadline=None)
@@ -44,7 +44,7 @@ def test_windows_copy_their_part_when_they_open_and_the_rest_at_the_end() -> Non
     host = torch.arange(100, dtype=torch.uint8)
     copy = transfers.upload_pieces(host)
     copy._result.zero_()  # type: ignore[attr-defined]
-    windows = Windows([copy], 5, piece_bytes=10, window_bytes=1)
+    windows = Windows([copy], 5, WindowSizes(piece_bytes=10, window_bytes=1))
     assert copy._result.count_nonzero() == 19  # type: ignore[attr-defined] # two of ten pieces, one of them with a zero
     windows.open()
     assert copy._result.count_nonzero() == 39  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
+import os
 import threading
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -25,7 +26,21 @@ log = logging.getLogger(__name__)
 
 GROWTH_BYTES = 16 << 20
 GROWTH_FRACTION = 8
-"""A segment made for growth has at least 16 MiB and an eighth of the arena, so that segments stay few."""
+MAX_GROWTH_BYTES = 2 << 30
+"""A segment made for growth has at least 16 MiB and an eighth of the arena, so that segments stay few; but no more than
+2 GiB that nobody has asked for."""
+
+
+POISON_VARIABLE = "RPRUNTIME_POISON"
+"""Set to 1, memory is overwritten when it is released: whoever reads it afterwards computes nonsense (tests)."""
+
+POISON = 255
+"""A byte of which every floating dtype makes not-a-number."""
+
+
+def poisons() -> bool:
+    """Whether released memory is overwritten."""
+    return os.environ.get(POISON_VARIABLE) == "1"
 
 
 class Mappings(Protocol):
@@ -143,6 +158,7 @@ class Arena:
         self.store = store
         self._source = source
         self._allocator = Allocator()
+        self._poisons = poisons()
         self._lock = threading.RLock()  # the script allocates while the client's receiver frees
 
     def reserve(self, nbytes: int) -> None:
@@ -195,6 +211,8 @@ class Arena:
         """Take an extent back."""
         assert extent.owner == self.owner, f"{extent} is not of {self.owner}"
         with self._lock:
+            if self._poisons:
+                self.store.bytes_of(extent).fill_(POISON)
             self._allocator.free(extent.segment, extent.offset)
 
     def free_all(self, extents: Iterable[Extent]) -> None:
@@ -215,7 +233,7 @@ class Arena:
     def _grow_for(self, nbytes: int) -> None:
         """Grow by a large segment, or by a smaller one that still has the room if the machine has no more."""
         enough = max(nbytes, GROWTH_BYTES)
-        roomy = max(enough, self._allocator.total_bytes // GROWTH_FRACTION)
+        roomy = max(enough, min(self._allocator.total_bytes // GROWTH_FRACTION, MAX_GROWTH_BYTES))
         if roomy > enough:
             with contextlib.suppress(HostMemoryError):
                 self._grow(roomy)

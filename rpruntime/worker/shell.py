@@ -26,7 +26,7 @@ from rpruntime.worker.memory import forget_frames, free_caches, is_out_of_memory
 from rpruntime.worker.modules import WorkerModel, read_bytes
 from rpruntime.worker.stage import Stage
 from rpruntime.worker.transfers import Transfers, transfers_mode
-from rpruntime.worker.windows import Windows
+from rpruntime.worker.windows import USUAL_SIZES, Windows, WindowSizes
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ class WorkerShell:
         peers: all workers' roles.
         device_name: for error messages, "cuda:1".
         status: what it is doing, for its launcher.
+        sizes: how weights and gradients are spread over micro-batches.
     """
 
     def __init__(
@@ -57,7 +58,9 @@ class WorkerShell:
         peers: tuple[str, ...],
         device_name: str,
         status: StatusWriter | None = None,
+        sizes: WindowSizes = USUAL_SIZES,
     ) -> None:
+        self._sizes = sizes
         self._inline = status is None
         """Whether this is the script's own process, whose user sees for himself what hangs and who is interrupted."""
         self._status = NullStatus() if status is None else status
@@ -227,7 +230,7 @@ class WorkerShell:
                 stage.weights[unit] = self._transfers.upload_pieces(self._arena.store.bytes_of(extent))
         except Exception as err:  # out of device memory, as a rule; told when the slot's turn comes
             stage.failure = err
-        self._up[task.slot] = Windows(list(stage.weights.values()), self._left if self._in_windows else 0)
+        self._up[task.slot] = Windows(list(stage.weights.values()), self._left if self._in_windows else 0, self._sizes)
 
     def _prefetch(self, instruction: m.Prefetch) -> None:
         self._place(instruction.task, instruction.microbatch)
@@ -281,7 +284,7 @@ class WorkerShell:
                 windows.finish()
         following = [other.task for other in self._stages.values() if other is not stage]
         num_windows = len(following[0].microbatches) if following and self._in_windows else 0
-        self._down = Windows(stage.gradients, num_windows)
+        self._down = Windows(stage.gradients, num_windows, self._sizes)
         del self._stages[instruction.task.slot]
         self._finishing.append(stage)
         self._launched = True

@@ -20,7 +20,7 @@ import torch
 from rpruntime.errors import ConfigError
 from rpruntime.seeds import layer_seed
 from rpruntime.status import NullStatus, StatusWriter
-from rpruntime.store.arena import Arena, view
+from rpruntime.store.arena import POISON, Arena, poisons, view
 from rpruntime.store.handle import Extent, Payload, TensorHandle
 from rpruntime.store.layout import gradient_layout
 from rpruntime.store.values import SINGLE_TENSOR, put_together, take_apart, why_not_picklable
@@ -394,6 +394,9 @@ class Stage:
         """
         if self.task.kind in ("fused", "backward"):
             self._hand_over_sums()
+        if poisons() and self._bound:
+            for copy in self.weights.values():
+                copy.wait().fill_(POISON)
         self.end = self._transfers.mark()
         self.release()
 

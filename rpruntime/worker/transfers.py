@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from rpruntime.status import NullStatus
+from rpruntime.store.arena import POISON
 from rpruntime.worker.copies import ACTIVATIONS_DOWN, ACTIVATIONS_UP, GRADIENTS_DOWN, WEIGHTS_UP, CopyLog, Place
 
 
@@ -403,6 +404,6 @@ def _poison(tensor: torch.Tensor) -> None:
     if tensor.is_floating_point():
         tensor.fill_(float("nan"))
     elif tensor.dtype == torch.uint8:  # a slab: not-a-number in every floating dtype
-        tensor.fill_(255)
+        tensor.fill_(POISON)
     else:
         tensor.zero_()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 PIECE_BYTES = 16 << 20
@@ -22,6 +23,17 @@ PIECE_BYTES = 16 << 20
 
 WINDOW_BYTES = 1 << 30
 """A window takes this much before another one is used: gradients that are spread too thinly hold up the optimizer."""
+
+
+@dataclass(frozen=True)
+class WindowSizes:
+    """Where copies are cut, and what a window takes before another one is used."""
+
+    piece_bytes: int = PIECE_BYTES
+    window_bytes: int = WINDOW_BYTES
+
+
+USUAL_SIZES = WindowSizes()
 
 
 class PiecewiseCopy(Protocol):
@@ -56,19 +68,12 @@ class Windows:
     Args:
         copies: none of them started.
         num_windows: how many `open` calls are expected at most, this one included; the first window opens now.
-        piece_bytes: where a copy is cut.
-        window_bytes: what a window takes before another one is used.
+        sizes: of pieces and windows.
     """
 
-    def __init__(
-        self,
-        copies: Sequence[PiecewiseCopy],
-        num_windows: int,
-        piece_bytes: int = PIECE_BYTES,
-        window_bytes: int = WINDOW_BYTES,
-    ) -> None:
-        pieces = [(copy, *piece) for copy in copies for piece in cut(copy.nbytes, piece_bytes)]
-        wanted = -(-sum(copy.nbytes for copy in copies) // window_bytes)
+    def __init__(self, copies: Sequence[PiecewiseCopy], num_windows: int, sizes: WindowSizes = USUAL_SIZES) -> None:
+        pieces = [(copy, *piece) for copy in copies for piece in cut(copy.nbytes, sizes.piece_bytes)]
+        wanted = -(-sum(copy.nbytes for copy in copies) // sizes.window_bytes)
         spread = longest_first([stop - first for _, first, stop in pieces], max(1, min(num_windows, wanted)))
         self._windows = deque([pieces[index] for index in window] for window in spread)
         self.open()
