@@ -20,6 +20,8 @@ if TYPE_CHECKING:
         SessionLost,
         WorkerDied,
     )
+    from rpruntime.iteration import Iteration, StageTask, TaskResult
+    from rpruntime.model import Model
     from rpruntime.models.pretrained import from_pretrained
     from rpruntime.pipe import RoundPipe
     from rpruntime.scaler import GradScaler
@@ -33,6 +35,10 @@ _HOME = {
     "RoundPipe": "rpruntime.pipe",
     "from_pretrained": "rpruntime.models.pretrained",
     "Client": "rpruntime.client",
+    "Model": "rpruntime.model",
+    "Iteration": "rpruntime.iteration",
+    "StageTask": "rpruntime.iteration",
+    "TaskResult": "rpruntime.iteration",
     "init": "rpruntime.session",
     "Session": "rpruntime.session",
     "ExecutionPlan": "rpruntime.schedule.plan",

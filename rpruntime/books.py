@@ -6,12 +6,23 @@ Everything here happens under the client's lock, most of it in the client's rece
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from rpruntime.control import events as ev
 from rpruntime.errors import RoundPipeError
 from rpruntime.failures import rebuild
+from rpruntime.iteration import (
+    Events,
+    FailureEvent,
+    LossEvent,
+    StepEvent,
+    TaskEvent,
+    TaskFuture,
+    TaskResult,
+    TaskSpan,
+)
 from rpruntime.layout import shown_class
 from rpruntime.microbatch import merge_metrics
 from rpruntime.results import Loss, StepInfo
@@ -41,6 +52,8 @@ class Books:
         failure: the user's exception that the next wait or call is to raise.
         broken: why nothing works any more.
         last_step: the newest step that is done.
+        tasks: submitted tasks that are not done, by slot, with their call.
+        listeners: who wants to hear what happens.
     """
 
     def __init__(self, model: Model) -> None:
@@ -52,6 +65,8 @@ class Books:
         self.failure: BaseException | None = None
         self.broken: BaseException | None = None
         self.last_step: StepInfo | None = None
+        self.tasks: dict[int, tuple[TaskFuture, int]] = {}
+        self.listeners: weakref.WeakSet[Events] = weakref.WeakSet()
         self.asked: tuple[int, list[StateMsg]] = (0, [])
         """A request to the optimizer and the parts of its answer."""
 
@@ -59,6 +74,8 @@ class Books:
         """Take in an instruction of the machine or a message about the model."""
         if isinstance(msg, ev.FinishCall):
             self._on_call_finished(msg)
+        elif isinstance(msg, ev.FinishTask):
+            self._on_task_finished(msg)
         elif isinstance(msg, ev.FinishStep):
             self._on_step_finished(msg)
         elif isinstance(msg, ev.NoteTimes | ev.NoteShortage):
@@ -87,6 +104,60 @@ class Books:
         """Nothing that is pending will finish."""
         for pending in [*self.losses.values(), *(info for info, _, _ in self.steps.values())]:
             pending._cancel(error)
+        for slot in list(self.tasks):
+            self._cancel_task(slot, error)
+
+    def tell(self, event: TaskEvent | LossEvent | StepEvent | FailureEvent) -> None:
+        """Something has happened."""
+        for listener in self.listeners:
+            listener._put(event)
+
+    def drop_calls(self, calls: Iterable[int], error: Callable[[], BaseException]) -> None:
+        """These calls of the open iteration will not finish, or nobody wants their gradients."""
+        gone = set(calls)
+        for number in gone & self.losses.keys():
+            self.losses.pop(number)._cancel(error)
+        for number in gone:
+            self.finished.pop(number, None)
+        for slot in [slot for slot, (_, call) in self.tasks.items() if call in gone]:
+            self._cancel_task(slot, error)
+        self.open = [entry for entry in self.open if entry[0] not in gone]
+
+    def _cancel_task(self, slot: int, error: Callable[[], BaseException]) -> None:
+        future, _ = self.tasks.pop(slot)
+        future._cancel(error)
+        if self.listeners:
+            why = RoundPipeError(f"cancelled: task {future.task}")
+            self.tell(TaskEvent(TaskResult(future.task, slot, "", error=why)))
+
+    def _fail_task(self, slot: int, cause: BaseException) -> None:
+        """The user's code raised in this one: waiting for it raises that, each time."""
+        if slot not in self.tasks:
+            return
+        future, _ = self.tasks.pop(slot)
+
+        def error() -> BaseException:
+            if self.failure is cause:
+                self._model.await_cancelled()
+                self.failure = None
+            return cause
+
+        future._cancel(error)
+        self.tell(TaskEvent(TaskResult(future.task, slot, "", error=cause)))
+
+    def _on_task_finished(self, msg: ev.FinishTask) -> None:
+        future, _ = self.tasks.pop(msg.slot)
+        spans = tuple(
+            TaskSpan(phase, range(start, stop), microbatch, began, ended)
+            for phase, start, stop, microbatch, began, ended in msg.spans
+        )
+        result = TaskResult(future.task, msg.slot, self._device_of(msg.role), spans, msg.tries)
+        future._finish(result)
+        self.tell(TaskEvent(result))
+
+    def _device_of(self, role: str) -> str:
+        session = self._model.client.session
+        return dict(zip(session.worker_roles, session.devices, strict=False)).get(role, role)
 
     def _on_call_finished(self, msg: ev.FinishCall) -> None:
         loss = self.losses.pop(msg.call)
@@ -99,6 +170,9 @@ class Books:
                 )
                 break
         loss._finish(msg.loss)
+        stepped = [call for _, calls, _ in self.steps.values() for call in calls]
+        if msg.call in stepped or any(msg.call == call for call, _, _ in self.open):  # no evaluation
+            self.tell(LossEvent(msg.call, msg.loss))
 
     def _on_step_finished(self, msg: ev.FinishStep) -> None:
         done, model = msg.msg, self._model
@@ -119,6 +193,7 @@ class Books:
         }
         info._finish(fields)
         self.last_step = info
+        self.tell(StepEvent(info))
         model.figures.step_finished(fields, calls)
 
     def _on_failure(self, msg: ev.ReportFailure) -> None:
@@ -126,14 +201,15 @@ class Books:
         step = model.client.machine.step_number(model.number, msg.steps[0] if msg.steps else None)
         cause = rebuild(self._named(msg.error), msg.num_microbatches, step)
         self.failure = self.failure or cause
-        for number in msg.calls:
-            if number in self.losses:
-                self.losses.pop(number)._cancel(self._cancelled(cause, where))
-            self.finished.pop(number, None)
+        if msg.slot in self.tasks:
+            where = f"task {self.tasks[msg.slot][0].task} of {where}"
+            cause.add_note(f"in {where}")  # type: ignore[attr-defined, unused-ignore]  # `rebuild` sees to it
+        self._fail_task(msg.slot, cause)
+        self.drop_calls(msg.calls, self._cancelled(cause, where))
         model.figures.forget_calls(msg.calls)
         for number in msg.steps:
             self.steps.pop(number)[0]._cancel(self._cancelled(cause, where))
-        self.open = [entry for entry in self.open if entry[0] not in msg.calls]
+        self.tell(FailureEvent(cause, msg.calls, msg.steps))
         if msg.steps and hasattr(cause, "add_note"):
             cause.add_note(
                 f"{len(msg.steps)} step(s) issued after it were cancelled; scheduler steps taken meanwhile are not "

@@ -42,7 +42,11 @@ from rpruntime.wire.messages import (
 )
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
     from rpruntime.model import Model
+    from rpruntime.scaler import GradScaler
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +99,13 @@ class Client:
         self.observer = Observer(self)
         atexit.register(self._at_exit)
 
+    @classmethod
+    def attach(cls, session: Any = None) -> Client:
+        """The client of a session. None: of this process's own, which is started if there is none yet."""
+        from rpruntime import session as sessions
+
+        return client_of(sessions.current() if session is None else session)
+
     def wait_roles(self) -> None:
         """Wait until every process of the session takes work; the launcher says what it waits for."""
         if self._thread is not None:
@@ -108,6 +119,54 @@ class Client:
         if not self._inline:
             self._thread = threading.Thread(target=self._receive, name="rpruntime-client", daemon=True)
             self._thread.start()
+
+    def load_model(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        name: str = "default",
+        dtype: torch.dtype | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        grad_dtype: torch.dtype | None = None,
+        loss_weight: Callable[..., Any] | None = None,
+        chunk_dims: dict[str | int, int | None] | None = None,
+        asynchronous: bool = False,
+        recompute: str = "stage",
+        grad_scaler: GradScaler | None = None,
+        seed: int | None = None,
+    ) -> Model:
+        """Load a model into the session's processes; waits until all have it. An older one of the name is closed.
+
+        Args:
+            model: as for `RoundPipe`: an `nn.Sequential`, whose entries are the layers, or a causal LM.
+            optimizer: made from its parameters; None: there are no steps.
+            name: in `models`.
+            dtype: floating parameters are cast to it; None: each keeps its own.
+            loss_fn, grad_dtype, loss_weight, chunk_dims, asynchronous, recompute, grad_scaler, seed: of `RoundPipe`.
+
+        Raises:
+            ConfigError: something cannot be wrapped; names it and the line to change.
+            HostMemoryError: the machine cannot hold the model; with the figures.
+        """
+        from rpruntime.model import Model
+        from rpruntime.preparing import prepare
+
+        prepared = prepare(
+            model,
+            optimizer,
+            name=name,
+            dtype=dtype,
+            grad_dtype=grad_dtype,
+            loss_fn=loss_fn,
+            loss_weight=loss_weight,
+            chunk_dims=chunk_dims,
+            asynchronous=asynchronous,
+            recompute=recompute,
+            grad_scaler=grad_scaler,
+            seed=seed,
+        )
+        return Model(self, prepared)
 
     # --- for models
 

@@ -20,9 +20,10 @@ from rpruntime.control import events as ev
 from rpruntime.encoder import Encoder
 from rpruntime.errors import ConfigError, RoundPipeError
 from rpruntime.failures import install_excepthook
+from rpruntime.iteration import Events, Iteration
 from rpruntime.loading import Loader, Loan, ModelPackage, initial_buffers
 from rpruntime.metrics import Figures
-from rpruntime.microbatch import CutCall, cut_call
+from rpruntime.microbatch import CutCall, cut_call, take_labels
 from rpruntime.models.parts import follow_modes
 from rpruntime.preparing import Prepared
 from rpruntime.results import Loss, StepInfo
@@ -180,6 +181,18 @@ class Model:
         return self.books.last_step
 
     @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return len(self.layout.layers)
+
+    def events(self) -> Events:
+        """What happens with the model from now on: tasks, losses, steps, failures."""
+        events = Events(self)
+        with self.client.lock:
+            self.books.listeners.add(events)
+        return events
+
+    @property
     def trains(self) -> bool:
         """Whether a parameter requires a gradient."""
         return bool(self.weights.trained)
@@ -210,9 +223,38 @@ class Model:
             self.say_once(cut.warning)
         return cut
 
+    def iteration(
+        self,
+        inputs: Any,
+        labels: Any = None,
+        *,
+        num_microbatches: int = 8,
+        scale: float = 1.0,
+        num_items: float | None = None,
+    ) -> Iteration:
+        """Begin a training call whose tasks are submitted one by one; gradients add up until `step`.
+
+        Waits, as `RoundPipe.forward_backward`, until the step before the last one is done. Arguments but
+        `num_microbatches` are those of `forward_backward` too.
+
+        Raises:
+            ConfigError: the batch cannot be cut; nothing has happened.
+            RoundPipeError: the iteration before lacks tasks.
+            The user's own exception of an earlier call, once; the model stays usable.
+        """
+        self.begin_training(scale)
+        check_num_microbatches(num_microbatches)
+        if self._prepared.labels_in_dict:
+            inputs, labels = take_labels(inputs, labels, keep=self._prepared.labels_to_model)
+        cut = self.cut(inputs, labels, num_microbatches, num_items=num_items)
+        self.wait_for_turn()
+        loss, call = self.train(cut, None, has_labels=labels is not None, scale=float(scale))
+        return Iteration(self, call, loss, len(cut.rows))
+
     def begin_training(self, scale: float) -> None:
         """Whether a training call makes sense now. Raises ConfigError, or the user's exception of an earlier call."""
         self.start_of_call()
+        self._check_submitted("another iteration")
         if not self.weights.trained:
             raise ConfigError(
                 "no parameter requires a gradient, so there is nothing to train: use pipe.forward or pipe.evaluate, or "
@@ -229,17 +271,23 @@ class Model:
         self.wait(lambda: len(self.client.machine.unfinished_steps(self.number)) < 2, "step t-2")
         self.raise_failure()
 
-    def train(self, cut: CutCall, plan: ExecutionPlan, *, has_labels: bool, scale: float) -> Loss:
-        """Issue a training call under a plan."""
+    def train(self, cut: CutCall, plan: ExecutionPlan | None, *, has_labels: bool, scale: float) -> tuple[Loss, int]:
+        """Issue a training call under a plan, or one whose tasks are to come; its loss and its number."""
         loss = Loss(self.client, "the loss of a call")
+        stages = "tasks"
+        if plan is not None:
+            stages = f"{len(plan.forward)} forward, {len(plan.backward)} backward stages"
+
+        numbers: list[int] = []
 
         def book(call: int) -> None:
+            numbers.append(call)
             self.books.open.append((call, loss, scale))
-            self.figures.note_call(call, cut, f"{len(plan.forward)} forward, {len(plan.backward)} backward stages")
+            self.figures.note_call(call, cut, stages)
             self.synchronized = False
 
         self._issue(cut, loss, book, plan=plan, has_labels=has_labels, scale=scale)
-        return loss
+        return loss, numbers[0]
 
     def start_inference(
         self, cut: CutCall, plan: ExecutionPlan, *, has_labels: bool, wants_output: bool
@@ -297,7 +345,7 @@ class Model:
         cut: CutCall,
         encoder: Encoder,
         *,
-        plan: ExecutionPlan,
+        plan: ExecutionPlan | None,
         has_labels: bool,
         scale: float = 1.0,
         inference: bool = False,
@@ -328,19 +376,29 @@ class Model:
 
     # --- steps
 
-    def step(self, *, max_grad_norm: float | None = None) -> StepInfo:
+    def step(self, layers: range | None = None, max_grad_norm: float | None = None) -> StepInfo:
         """Seal the iteration and queue the optimizer's step, with all groups' hyper-parameters as they are now.
 
         Never blocks. `max_grad_norm` clips the global norm as `torch.nn.utils.clip_grad_norm_` does.
 
+        Args:
+            layers: None. All layers have the same version between two iterations, so a step of some alone is refused.
+            max_grad_norm: of all layers' gradients together; None: no limit.
+
         Raises:
-            RoundPipeError: there is nothing to step (no call since the last step).
+            RoundPipeError: there is nothing to step (no call since the last step), or an iteration lacks tasks.
         """
         self.start_of_call()
+        if layers is not None:
+            raise ConfigError(
+                f"step(layers={layers!r}): a step takes all layers, as an iteration reads one version of all; leave "
+                "layers out (parameters that never train get requires_grad=False before the model is loaded)"
+            )
         if self.optimizer is None:
             raise ConfigError("this pipe has no optimizer: pass one to RoundPipe")
         if not self.books.open:
             raise RoundPipeError("step without gradients: call pipe.forward_backward first")
+        self._check_submitted("a step")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be positive or None, not {max_grad_norm!r}")
         groups = self._hyper_parameters(self.optimizer)
@@ -405,8 +463,39 @@ class Model:
             self.client.free(extents)
         return found
 
+    def _check_submitted(self, what: str) -> None:
+        """Raises RoundPipeError if the newest call lacks tasks."""
+        with self.client.lock:
+            missing = self.client.machine.missing_tasks(self.number)
+        if missing:
+            raise RoundPipeError(f"{what} needs all tasks of the last iteration: {missing}; submit that, or abort()")
+
+    def drop_open(self, number: int | None = None) -> None:
+        """Cancel what runs of the open iteration and discard its gradients. `number`: a call that must be in it.
+
+        Raises:
+            RoundPipeError: that call is over.
+        """
+        self.start_of_call()
+
+        def book() -> ev.AbandonEvent | ev.DiscardEvent:
+            machine = self.client.machine
+            calls = [call for call, _, _ in self.books.open]
+            if number is not None and number not in calls:
+                raise RoundPipeError(f"iteration {number} is over: it was stepped, given up, or cancelled")
+            running = any(machine.is_running(call) for call in calls)
+            gone = [*calls, *self.books.losses] if running else calls  # an evaluation that runs beside it goes too
+            self.figures.forget_calls(tuple(gone))
+            self.books.drop_calls(gone, lambda: RoundPipeError("cancelled: the iteration was given up"))
+            return ev.AbandonEvent(self.number, False) if running else ev.DiscardEvent(self.number)
+
+        if self.books.open or number is not None:
+            self.act(book)
+            self.await_cancelled()
+
     def finish_open_calls(self) -> None:
-        """Wait for the calls of the open iteration."""
+        """Wait for the calls of the open iteration. Raises RoundPipeError if tasks are missing."""
+        self._check_submitted("this")
         for _, loss, _ in list(self.books.open):
             self.wait(loss.done, "running calls")
         self.raise_failure()
@@ -523,11 +612,23 @@ class Model:
             with contextlib.suppress(Exception):
                 self._end()
 
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.close_after_error()
+
     def _come_to_rest(self) -> None:
         """Wait for everything issued, and take what stays over."""
         failure = None
         try:
             self.await_cancelled()
+            if self.client.machine.missing_tasks(self.number):
+                self.say("the last iteration lacks tasks: it is given up, with the gradients since the last step")
+                self.drop_open()
             self.synchronize()
             self.finish_open_calls()
         except Exception as err:
@@ -645,6 +746,14 @@ class Model:
         if line not in self._said:
             self._said.add(line)
             self.say(line)
+
+
+def check_num_microbatches(count: Any) -> None:
+    """Raises ConfigError for a number of micro-batches that no call may have."""
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ConfigError(f"num_microbatches must be a positive integer, not {count!r}")
+    if count > MAX_MICROBATCHES:
+        raise ConfigError(f"num_microbatches is {count}; {MAX_MICROBATCHES} at most, more calls a step do the rest")
 
 
 def _modes(layer: nn.Module) -> bytes:

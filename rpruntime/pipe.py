@@ -18,7 +18,7 @@ from rpruntime.control import events as ev
 from rpruntime.errors import ConfigError
 from rpruntime.metrics import Sink
 from rpruntime.microbatch import merge_metrics, merge_outputs, take_labels
-from rpruntime.model import MAX_MICROBATCHES, Model
+from rpruntime.model import Model, check_num_microbatches
 from rpruntime.models import saving
 from rpruntime.models.generate import generate
 from rpruntime.models.parts import is_causal_lm
@@ -80,12 +80,7 @@ class RoundPipe:
         name: str = "default",
         session: Any = None,
     ) -> None:
-        if not isinstance(num_microbatches, int) or isinstance(num_microbatches, bool) or num_microbatches < 1:
-            raise ConfigError(f"num_microbatches must be a positive integer, not {num_microbatches!r}")
-        if num_microbatches > MAX_MICROBATCHES:
-            raise ConfigError(
-                f"num_microbatches is {num_microbatches}; {MAX_MICROBATCHES} at most, more calls a step do the rest"
-            )
+        check_num_microbatches(num_microbatches)
         if compile != "off":
             raise ConfigError('compile is not supported yet; leave compile="off"')
         prepared = prepare(
@@ -170,7 +165,7 @@ class RoundPipe:
         model.wait_for_turn()
         if not model.books.open:
             self._choose_plan(len(cut.rows))
-        return model.train(cut, self.plan, has_labels=labels is not None, scale=float(scale))
+        return model.train(cut, self.plan, has_labels=labels is not None, scale=float(scale))[0]
 
     def _take_labels(self, inputs: Any, labels: Any) -> tuple[Any, Any]:
         return take_labels(inputs, labels, keep=self._labels_to_model) if self._labels_in_dict else (inputs, labels)
@@ -421,11 +416,8 @@ class RoundPipe:
     def __enter__(self) -> RoundPipe:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self._model.close_after_error()
+    def __exit__(self, *error: Any) -> None:
+        self._model.__exit__(*error)
 
 
 def plan_of(plan: str | ExecutionPlan, num_layers: int) -> ExecutionPlan | None:
