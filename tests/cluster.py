@@ -13,7 +13,7 @@ import itertools
 import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rpruntime.control import events as ev
@@ -22,6 +22,8 @@ from rpruntime.optimizer import machine as om
 from rpruntime.schedule.plan import ExecutionPlan
 from rpruntime.store.handle import Extent, Payload, TensorHandle
 from rpruntime.wire import messages as msgs
+from rpruntime.wire import succession as sc
+from rpruntime.wire.succession import head_place
 from rpruntime.worker import machine as wm
 
 
@@ -258,6 +260,9 @@ class Optimizer:
         """(model, step)"""
         self.copies: dict[tuple[int, int], set[int]] = defaultdict(set)
         """(model, save) -> units whose copies lie here."""
+        self.kept: dict[tuple[int, bool], dict[int, Extent]] = {}
+        """(model, whether after the open iteration's calls) -> position -> copy of the buffers there."""
+        self.told: set[Extent] = set()
 
     def handle(self, *events: Any) -> None:
         opened = [self.cluster.spec(e.model) if isinstance(e, msgs.LoadModelMsg) else e for e in events]
@@ -298,10 +303,13 @@ class Optimizer:
         for extent in self.slabs.pop(i.model, ()):
             self.cluster.memory.free(extent, self.owner)
         self.sums = defaultdict(list, {key: total for key, total in self.sums.items() if key[0] != i.model})
+        for head in (False, True):
+            self._free_kept(i.model, head)
 
     def _FreeOwn(self, i: om.FreeOwn) -> None:
         for extent in i.extents:
             self.cluster.memory.free(extent, self.owner)
+            self.told.discard(extent)
             for slabs in self.slabs.values():
                 slabs.discard(extent)
 
@@ -366,11 +374,13 @@ class Optimizer:
 
     def _FreeCopies(self, i: om.FreeCopies) -> None:
         if i.unit is not None:
-            self.copies[i.model, i.save].remove(i.unit)
+            self.copies[i.model, i.save].discard(i.unit)  # a controller's end may have been faster
         if i.unit is None or not self.copies[i.model, i.save]:
             self.copies.pop((i.model, i.save), None)
 
     def _RestoreUnit(self, i: om.RestoreUnit) -> None:
+        if i.msg.model not in self.machine._models:
+            return  # torn, and given up: the model is about to be forgotten
         model, unit, version = i.msg.model, i.msg.unit, self.machine._models[i.msg.model].restoring.version
         if not self.cluster.spec(model).units[unit].trainable:
             stays = self.master[model, unit]
@@ -379,6 +389,54 @@ class Optimizer:
         previous = self._new_master(model, unit, version - 1) if i.previous else None
         extent = self._new_master(model, unit, version)
         self._happened(om.UnitRestoredEvent(model, i.msg.request, unit, extent, previous))
+
+    def _copied(self, extent: Extent, *names: Any) -> Extent:
+        """A copy, also known under other names."""
+        memory = self.cluster.memory
+        assert extent in memory.live, f"{extent} was freed before it was kept"
+        copy = memory.write(self.owner, None)
+        memory.live[copy] = {*memory.live[extent], *names}
+        return copy
+
+    def _free_kept(self, model: int, head: bool) -> None:
+        for extent in self.kept.pop((model, head), {}).values():
+            self.cluster.memory.free(extent, self.owner)
+
+    def _KeepBuffers(self, i: om.KeepBuffers) -> None:
+        copies = {position: self._copied(found.extents()[0]) for position, found in i.buffers}
+        self._free_kept(i.model, i.head)
+        self.kept[i.model, i.head] = copies
+
+    def _TakeHead(self, i: om.TakeHead) -> None:
+        self._free_kept(i.model, False)
+        self.kept[i.model, False] = self.kept.pop((i.model, True))
+
+    def _KeepOnly(self, i: om.KeepOnly) -> None:
+        for model, slabs in self.slabs.items():
+            for extent in slabs.difference(i.versions[model]):
+                self.cluster.memory.free(extent, self.owner)
+            slabs &= set(i.versions[model])
+            if model not in i.iterations:
+                self._free_kept(model, True)
+        kept = set(i.iterations.items())
+        self.sums = defaultdict(list, {key: total for key, total in self.sums.items() if key[:2] in kept})
+        self.copies.clear()
+        for extent in self.told:
+            self.cluster.memory.free(extent, self.owner)
+        self.told.clear()
+
+    def _TellModels(self, i: om.TellModels) -> None:
+        found = []
+        for row, state in i.rows:
+            buffers = []
+            for head in (False, True):
+                kept = self.kept.get((row.model, head), {})
+                place = head_place(row.model) if head else (-row.model, 0)
+                copies = {p: self._copied(extent, ("buffer", *place, p)) for p, extent in kept.items()}
+                self.told.update(copies.values())
+                buffers.append(tuple((p, payload(extent)) for p, extent in sorted(copies.items())))
+            found.append(replace(state, buffers=buffers[0], head=buffers[1]))
+        self.cluster.states = found
 
     def _StartClock(self, i: om.StartClock) -> None:
         pass
@@ -401,11 +459,15 @@ class Saved:
 class Controller:
     """The controller's machine; the futures are plain tables."""
 
-    role, owner = "controller", "controller.1"
+    role = "controller"
 
-    def __init__(self, workers: tuple[str, ...], cluster: Cluster) -> None:
-        self.machine = ControllerMachine(workers, self.owner, max_task_failures=cluster.max_task_failures, check=True)
+    def __init__(self, workers: tuple[str, ...], cluster: Cluster, incarnation: int = 1, **settings: Any) -> None:
+        self.owner, self.incarnation = f"controller.{incarnation}", incarnation
+        limit = cluster.max_task_failures
+        self.machine = ControllerMachine(workers, self.owner, max_task_failures=limit, check=True, **settings)
         self.cluster = cluster
+        self.kept: set[int] = set()
+        """Models of which what is open is kept."""
         self.finished: dict[int, ev.FinishCall] = {}
         self.steps: list[tuple[int, int]] = []
         self.tasks_done: set[int] = set()
@@ -435,6 +497,8 @@ class Controller:
             elif isinstance(event, msgs.SnapshotBegunMsg):
                 if (event.model, event.save) in self.saves:
                     self.saves[event.model, event.save].begun = True
+            elif isinstance(event, sc.KeptMsg):
+                self.kept.add(event.model)
             elif isinstance(event, msgs.RestoredMsg):
                 self.restored.add((event.model, event.unit))
             elif self.machine.understands(event):
@@ -559,6 +623,12 @@ class Cluster:
         self.ran: list[tuple[int, str, int, tuple[int, int]]] = []
         self.gave: dict[tuple[int, int, int], set[tuple[int, int]]] = defaultdict(set)
         self._specs: dict[int, msgs.ModelSpec] = {}
+        self.states: list[sc.ModelState] = []
+        """What the optimizer last told of its models."""
+        self.waits_for: set[str] = set()
+        self.was_settled = True
+        """Whether the optimizer could finish every sealed step of the last controller."""
+        self.retired: set[str] = set()
         names = tuple(f"worker-{index}" for index in range(num_workers))
         self.controller = Controller(names, self)
         self.optimizer = Optimizer(names, self)
@@ -598,6 +668,13 @@ class Cluster:
         met = self.met[link[1]]
         if int(number) < met.get(sender, 1):
             return
+        if sender == "controller":
+            met[sender] = int(number)
+        if isinstance(msg, sc.ResetMsg):
+            met.update(msg.roles, controller=msg.incarnation)
+            if receiver != "optimizer":
+                self.reset(receiver, msg.incarnation)
+                return
         if isinstance(msg, msgs.FenceMsg):
             met[msg.role] = msg.incarnation
         elif isinstance(msg, msgs.RoleDiedMsg):
@@ -610,6 +687,8 @@ class Cluster:
 
     def kill(self, role: str, *, restarts: bool = True, running: bool = True) -> None:
         """End a worker; of what it has sent on each link the last part may be lost."""
+        if not restarts:
+            self.retired.add(role)
         worker = self.roles.pop(role)
         name = worker.owner
         self.dead.append(name)
@@ -623,20 +702,98 @@ class Cluster:
         busy = worker.machine._busy
         slots = (busy,) if running and busy is not None and busy not in worker.finished else ()
         died = msgs.RoleDiedMsg(role, worker.incarnation, 1, "killed", restarts, slots)
-        self.links.setdefault(("launcher.1", "controller.1"), deque()).append(died)
+        self._tell("controller", died)
         if restarts:
             self.starting[role] = worker.incarnation + 1
+
+    def succeed(self, *, lossy: bool = True) -> None:
+        """The controller dies; the launcher lets the optimizer finish, has everybody reset, and a new one goes on."""
+        old = self.controller
+        for link, queue in self.links.items():
+            if link[1] == old.owner:
+                queue.clear()
+            elif lossy and link[0] == old.owner:
+                while queue and self.random.random() < 0.5:
+                    queue.pop()
+        self.again = [entry for entry in self.again if old.owner not in entry[0]]
+        del self.roles["controller"]
+        links = self.links.setdefault(("launcher.1", "controller.1"), deque())
+        news = [*links]  # of deaths, for a controller that is no more
+        links.clear()
+        if lossy:
+            self.settle(self.random.choice([0, 10, 100]))
+        else:
+            mine = [link for link in self.links if link[0] == old.owner]
+            self.settle_until(lambda: not any(self._can_deliver(link) for link in mine))
+        self._tell("optimizer", sc.ControllerGoneMsg(old.incarnation))
+        answers = self.links.setdefault(("optimizer.1", "launcher.1"), deque())
+        self.settle_until(lambda: sc.SettledMsg(old.incarnation) in answers)
+        self.was_settled = sc.SettledMsg(old.incarnation) in answers
+        while self.starting:
+            self.start(next(iter(self.starting)))
+        for msg in news:
+            if isinstance(msg, msgs.RoleDiedMsg) and not msg.restarts:
+                self.retired.add(msg.role)
+        present = {role: worker.incarnation for role, worker in self.roles.items() if role != "optimizer"}
+        number = old.incarnation + 1
+        self.waits_for = set(self.roles)
+        for role in self.roles:
+            self._tell(role, sc.ResetMsg(number, present, tuple(self.retired)))
+        self.settle_until(
+            lambda: not self.waits_for - {"optimizer"} and sc.ResetDoneMsg("optimizer", number) in answers
+        )
+        assert sc.ResetDoneMsg("optimizer", number) in answers, "the optimizer never answers a reset"
+        answers.clear()
+        self.links["launcher.1", "controller.1"].clear()
+        for owner in {extent.owner for extent in self.memory.live} - {self.optimizer.owner}:
+            self.memory.free_all(owner)
+        self.dead, self.adopted = [], []
+        settings: Any = {"incarnations": present, "retired": self.retired, "first_slot": old.machine._next_slot}
+        self.controller = self.roles["controller"] = Controller(self.names, self, number, **settings)
+        self.met[self.controller.owner].update(present)
+        self.post("controller", "optimizer", sc.ReadModelsMsg("controller", True))
+        self.settle()
+        for state in self.states:
+            self._find(state)
+
+    def _tell(self, role: str, msg: Any) -> None:
+        self.links.setdefault(("launcher.1", self.name_of(role)), deque()).append(msg)
+
+    def reset(self, role: str, incarnation: int) -> None:
+        """A worker forgets everything."""
+        worker = self.roles[role]
+        self.roles[role] = Worker(role, self.names, self, worker.incarnation)
+        self.waits_for.discard(role)
+
+    def settle_until(self, done: Callable[[], bool]) -> None:
+        """Advance until something is so, or nothing can happen."""
+        while not done() and self.advance():
+            pass
+
+    def _find(self, state: sc.ModelState) -> None:
+        """The new controller takes a model over."""
+        spec, scales = self.spec(state.model), dict(state.scales)
+        nothing = TensorHandle(Extent(self.optimizer.owner, "x", 0, 1), 0, (1,), (1,), "uint8")
+        self.controller.handle(ev.ModelFoundEvent(msgs.LoadModelMsg(state.model, nothing)))
+        self.settle()
+        layers = tuple(layer.units for layer in spec.layers)
+        self.controller.handle(
+            ev.ModelAddedEvent(
+                spec.model, spec.units, layers, state.buffers, spec.recompute, spec.asynchronous, state.master,
+                scales.get(state.version, 1.0), state,
+            )
+        )  # fmt: skip
 
     def start(self, role: str) -> None:
         """A replacement is ready."""
         incarnation = self.starting.pop(role)
         self.roles[role] = Worker(role, self.names, self, incarnation)
         ready = msgs.RoleReadyMsg(role, incarnation, {})
-        self.links.setdefault(("launcher.1", "controller.1"), deque()).append(ready)
+        self._tell("controller", ready)
 
     def advance(self) -> bool:
         """One random thing that can happen happens; False: nothing can."""
-        if self.controller.ended:
+        if "controller" in self.roles and self.controller.ended:
             return False  # the client tells the script, and the session goes
         choices: list[Any] = [("link", link) for link in self.links if self._can_deliver(link)]
         choices += [("act", name, choice) for name, role in self.roles.items() for choice in role.choices()]

@@ -43,7 +43,16 @@ class Script:
         """(model, step) -> its calls."""
         self.microbatches: dict[int, list[int]] = {}
         self.inferred: list[int] = []
-        self.asked = self.restores = 0
+        self.asked = self.restores = self.successions = self.unsteady = self.lost = 0
+        self.starts: dict[tuple[int, int], tuple[int, int]] = {(model, 0): (-model, 0) for model in self.models}
+        """(model, iteration) -> whose buffers it starts with."""
+        self.kept: dict[int, tuple[int, ...]] = {}
+        """Model -> calls whose sums wait for the next controller."""
+        self.heads: dict[int, tuple[int, int]] = {}
+        """Model -> whose buffers the next call of the open iteration reads."""
+        self.num_kept = 0
+        self.origins: dict[tuple[int, tuple[int, int]], tuple[int, int]] = {}
+        """(model, place that this controller says) -> the place that the one before said."""
 
     @property
     def machine(self):
@@ -99,6 +108,7 @@ class Script:
             calls = self.machine.wanted_calls(model)
             self.stepped[model, self.machine.iteration(model)] = calls
             self.cluster.controller.handle(ev.StepEvent(model, ({},), self.rng.choice([None, 1.0])))
+            self.starts[model, self.machine.iteration(model)] = self._head(model)
         elif kind == "discard" and self.machine.wanted_calls(model):
             while any(self.machine.is_running(call) for call in self.machine.wanted_calls(model)):
                 if not self.cluster.advance():
@@ -115,6 +125,7 @@ class Script:
         assert not self.machine.unfinished_steps(model) and not self.cluster.controller.saves
         self.cluster.restore(model)
         self.restores += 1
+        self.starts[model, self.machine.iteration(model)] = self._head(model)
 
     def _call(self, model: int) -> None:
         weights = [self.rng.choice([0.0, 1.0, 1.0, 2.0]) for _ in range(self.rng.randint(1, 4))]
@@ -141,7 +152,8 @@ class Script:
                 controller.handle(ev.OutputTakenEvent(call))
         self.cluster.settle()
         buried = {owner for grave in self.machine._roster.graves for owner in grave.owners}
-        assert {e for e in self.cluster.memory.live if e.owner not in buried} == {
+        kept = {extent for found in self.cluster.optimizer.kept.values() for extent in found.values()}
+        assert {e for e in self.cluster.memory.live if e.owner not in buried} - kept == {
             e for e in self.machine.live_extents() if e.owner not in buried
         }
         for model in self.models:
@@ -162,6 +174,66 @@ class Script:
             state = self.machine._models[model]
             assert not state.leftovers and not state.steps
             assert all(1 <= len(versions) <= at_most for versions in state.versions.values())
+
+    def succeed(self, *, lossy: bool) -> None:
+        """The controller dies and another one goes on: what no step has taken is lost, and so far all is well."""
+        cluster, dead = self.cluster, self.cluster.controller
+        sealed = {model: self.machine.iteration(model) for model in self.models}
+        steady = not cluster.starting and not dead.machine._roster.graves and not lossy
+        torn = {m for m in self.models if cluster.optimizer.machine._models[m].torn}
+        cluster.succeed(lossy=lossy)
+        self.successions += 1
+        if not steady:
+            self.unsteady += 1
+        self.models = [model for model in self.models if model in self.machine._models]
+        for model in self.models:
+            iteration = self.machine.iteration(model)
+            assert iteration <= sealed[model] and (not steady or iteration == sealed[model] or model in torn)
+            self.lost += sealed[model] - iteration
+            self.check_found(model, iteration)
+        for model in self.models:
+            start = self.starts[model, self.machine.iteration(model)]
+            self.origins[model, (-model, 0)] = start
+            self.origins[model, (-model, 1)] = self.heads.get(model, start)
+        done = {model: self.machine.iteration(model) for model in self.models}
+        self.stepped = {(m, t): calls for (m, t), calls in self.stepped.items() if t < done.get(m, 0)}
+        cluster.controller.steps += [place for place in self.stepped if place not in cluster.controller.steps]
+        self.microbatches, self.inferred = {}, []
+
+    def _head(self, model: int) -> tuple[int, int]:
+        """Whose buffers the next call reads, whichever controller ran it."""
+        place = self.machine._models[model].buffers_from
+        return self.origins.get((model, place), place)
+
+    def detach(self) -> None:
+        """Everything is over first; what no step has taken is kept."""
+        cluster = self.cluster
+        cluster.settle()
+        self.kept, self.heads = {}, {}
+        for model in self.models:
+            self.kept[model] = self.machine.wanted_calls(model)
+            self.heads[model] = self._head(model)
+            cluster.controller.handle(ev.KeepOpenEvent(model))
+        cluster.settle()
+        assert cluster.controller.kept == set(self.models)
+        self.succeed(lossy=False)
+        self.num_kept += sum(bool(calls) for calls in self.kept.values())
+        self.kept, self.heads = {}, {}
+
+    def check_found(self, model: int, iteration: int) -> None:
+        """The new controller has the newest version and the buffers that belong to it, and what was kept."""
+        cluster, state = self.cluster, self.machine._models[model]
+        if model in self.heads:
+            for position, found in self.machine._buffers_of(state, state.buffers_from).items():
+                cluster.memory.check(found.extents()[0], ("buffer", *self.heads[model], position))
+        for unit, extent in self.machine.newest_weights(model).items():
+            version = iteration if cluster.spec(model).units[unit].trainable else 0
+            cluster.memory.check(extent, ("weights", model, unit, version))
+        for position, found in self.machine.newest_buffers(model).items():
+            cluster.memory.check(found.extents()[0], ("buffer", *self.starts[model, iteration], position))
+        assert state.wanted == list(self.kept.get(model, ()))
+        if not cluster.spec(model).asynchronous or not state.wanted:
+            assert state.version_read() == iteration
 
     def check_steps(self) -> None:
         """Every step used the gradients of its calls, each once, in the order of dispatch, deepest first."""
@@ -246,6 +318,61 @@ def test_deaths_and_failures_together(seed, max_task_failures):
     script.check_steps()
     script.check_work()
     script.finish()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 10**9), st.booleans(), st.booleans())
+def test_a_controller_that_dies_at_any_moment_loses_what_no_step_has_taken(seed, lossy, deaths):
+    script = Script(seed, deaths=deaths)
+    for _ in range(script.rng.choice([1, 2, 3])):
+        for _ in range(6):
+            if script.models:
+                script._act(script.rng.choice(script.models))
+            script.cluster.settle(script.rng.choice([0, 0, 5, 50, 500]))
+            if deaths and script.rng.random() < 0.3:
+                script._kill()
+        script.succeed(lossy=lossy)
+    if script.models:
+        script.run(actions=6)
+    script.check_steps()
+    script.check_work()
+    script.finish()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10**9), st.booleans())
+def test_a_controller_that_detaches_leaves_its_sums_to_the_next_one(seed, deaths):
+    script = Script(seed, deaths=deaths)
+    for _ in range(3):
+        for _ in range(4):
+            script._act(script.rng.choice(script.models))
+            script.cluster.settle(script.rng.choice([0, 5, 50]))
+            if deaths and script.rng.random() < 0.2:
+                script._kill()
+        script.detach()
+    script.run(actions=6)
+    script.check_steps()
+    script.check_work()
+    script.finish()
+
+
+def test_controllers_do_die_and_detach_with_work_in_hand():
+    lost = unsteady = kept = 0
+    for seed in range(25):
+        script = Script(seed)
+        for lossy in (False, True):
+            for _ in range(5):
+                if script.models:
+                    script._act(script.rng.choice(script.models))
+                script.cluster.settle(5)
+            script.succeed(lossy=lossy)
+        for _ in range(6):
+            if script.models:
+                script._act(script.rng.choice(script.models))
+        script.detach()
+        lost, unsteady, kept = lost + script.lost, unsteady + script.unsteady, kept + script.num_kept
+        script.finish()
+    assert lost >= 2 and unsteady >= 25 and kept >= 5
 
 
 def test_workers_do_die_with_work_in_hand():

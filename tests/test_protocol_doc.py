@@ -15,14 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpruntime.store.handle import Extent, Payload, TensorHandle
-from rpruntime.wire import codec, messages
+from rpruntime.wire import codec, messages, succession
 from rpruntime.wire.codec import MAX_MESSAGE_BYTES, ProtocolError, decode, encode, pack_struct, unpack_struct
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "protocol.md").read_text()
 MESSAGES = codec.message_types()
 STRUCTS = {
     name: cls
-    for module in (messages.__dict__, {"Extent": Extent, "TensorHandle": TensorHandle, "Payload": Payload})
+    for module in (
+        messages.__dict__,
+        succession.__dict__,
+        {"Extent": Extent, "TensorHandle": TensorHandle, "Payload": Payload},
+    )
     for name, cls in module.items()
     if isinstance(cls, type) and dataclasses.is_dataclass(cls) and name not in MESSAGES
 }

@@ -11,6 +11,7 @@ from rpruntime.store.handle import Extent, Payload
 from rpruntime.wire.instructions import FreeOwn as FreeOwn
 from rpruntime.wire.instructions import Send as Send
 from rpruntime.wire.messages import ErrorInfo, LoadModelMsg, ScalerState, StepDoneMsg, UnitSpec
+from rpruntime.wire.succession import ModelState
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class ModelAddedEvent:
     """Version 0 of each unit."""
     loss_scale: float = 1.0
     """Of the first iteration."""
+    found: ModelState | None = None
+    """What an older controller has left of it; None: it is new. `buffers` and `master` are those in there."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,23 @@ class ModelLoadingEvent:
     """Tell all roles to load a model; so is a worker that starts later."""
 
     load: LoadModelMsg
+
+
+@dataclass(frozen=True)
+class ModelFoundEvent:
+    """The optimizer has a model of an older controller: tell the workers to load it; so is one that starts later."""
+
+    load: LoadModelMsg
+
+
+@dataclass(frozen=True)
+class KeepOpenEvent:
+    """This controller is about to detach: what the open iteration has summed so far is kept for the next one.
+
+    Its calls have finished and no step is queued.
+    """
+
+    model: int
 
 
 @dataclass(frozen=True)
@@ -160,6 +180,8 @@ class RestoreEvent:
 
 Event = (
     ModelLoadingEvent
+    | ModelFoundEvent
+    | KeepOpenEvent
     | ModelUndoneEvent
     | ModelAddedEvent
     | ModelRemovedEvent

@@ -31,7 +31,9 @@ from rpruntime.control.events import (
     FinishTask,
     FreeOwn,
     Instruction,
+    KeepOpenEvent,
     ModelAddedEvent,
+    ModelFoundEvent,
     ModelLoadingEvent,
     ModelRemovedEvent,
     ModelUndoneEvent,
@@ -86,6 +88,7 @@ from rpruntime.wire.messages import (
     UnloadModelMsg,
     WeightsReadyMsg,
 )
+from rpruntime.wire.succession import Buffers, KeepOpenMsg, ModelState, NoteModelMsg, head_place
 
 OPTIMIZER = "optimizer"
 MAX_TASK_FAILURES = 2
@@ -132,6 +135,13 @@ class _Iteration:
     """(call, micro-batch) whose buffers it started with."""
     calls: list[int] = field(default_factory=list)
     """All its calls, discarded ones too."""
+    kept: tuple[int, ...] = ()
+    """Calls of older controllers whose sums the optimizer has."""
+
+    @property
+    def first_call(self) -> int:
+        """The first call that a failure takes along."""
+        return (*self.kept, *self.calls)[0]
 
 
 @dataclass(frozen=True)
@@ -208,6 +218,9 @@ class ControllerMachine:
         owner: name under which its own arena allocates.
         max_task_failures: processes that may die with one slot running before its call fails.
         check: validate all redundant state after every event (tests).
+        first_slot: number of the first slot, above those of all older controllers.
+        incarnations: of workers whose first process has died, as everybody knows already.
+        retired: workers whom nobody will replace.
     """
 
     def __init__(
@@ -217,9 +230,12 @@ class ControllerMachine:
         *,
         max_task_failures: int = MAX_TASK_FAILURES,
         check: bool = False,
+        first_slot: int = 1,
+        incarnations: Mapping[str, int] | None = None,
+        retired: Iterable[str] = (),
     ):
         self.workers = tuple(workers)
-        self._roster = Roster(workers)
+        self._roster = Roster(workers, incarnations or {}, retired)
         self._max_task_failures = max_task_failures
         self._owner = owner
         self._check = check
@@ -241,7 +257,7 @@ class ControllerMachine:
         """Why processes died with a slot running."""
         self._loads: dict[int, LoadModelMsg] = {}
         """What a worker that starts late is told."""
-        self._next_slot = 1
+        self._next_slot = first_slot
         self._lifetimes = Lifetimes()
         self._held: dict[int, SlotCommittedMsg] = {}
         """Commits that came before the commits of all that the slot read."""
@@ -252,6 +268,8 @@ class ControllerMachine:
         self._out: list[Instruction] = []
         self._handlers: dict[type, Callable[[Any], None]] = {
             ModelLoadingEvent: self._on_model_loading,
+            ModelFoundEvent: self._on_model_found,
+            KeepOpenEvent: self._on_keep_open,
             ModelUndoneEvent: self._on_model_undone,
             ModelAddedEvent: self._on_model_added,
             ModelRemovedEvent: self._on_model_removed,
@@ -415,26 +433,68 @@ class ControllerMachine:
         for role in (*self._roster.living, OPTIMIZER):
             self._send(role, event.load)
 
+    def _on_model_found(self, event: ModelFoundEvent) -> None:
+        self._loads[event.load.model] = event.load
+        for role in self._roster.living:
+            self._send(role, event.load)
+
     def _on_model_undone(self, event: ModelUndoneEvent) -> None:
         self._loads.pop(event.model, None)
         for role in (*self._roster.living, OPTIMIZER):
             self._send(role, UnloadModelMsg(event.model))
 
     def _on_model_added(self, event: ModelAddedEvent) -> None:
-        start = (-event.model, 0)
-        self._models[event.model] = _Model(event, start, {0: _Iteration(start)})
-        self._on_weights(WeightsReadyMsg(event.model, 0, tuple(enumerate(event.master)), event.loss_scale))
-        for position, payload in event.buffers:
-            key: Key = ("buffer", *start, position)
-            self._lifetimes.hold(key, ("head", event.model))
-            self._lifetimes.hold(key, ("start", event.model, 0))
-            msg = DataReadyMsg(event.model, key, payload)
+        number, start, found = event.model, (-event.model, 0), event.found
+        version = 0 if found is None else found.version
+        model = self._models[number] = _Model(event, start, {version: _Iteration(start)})
+        if found is not None:
+            self._go_on_from(model, found)
+        self._on_weights(WeightsReadyMsg(number, version, tuple(enumerate(event.master)), event.loss_scale))
+        self._start_from(number, model, start, event.buffers)
+        if found is None:
+            self._send(OPTIMIZER, NoteModelMsg(number, 0, 0, None, event.buffers))
+        elif found.num_microbatches:
+            self._begin_with(number, model, head_place(number), found.head)
+        for role in self._roster.living:
+            if found is not None or role in self._roster.replaced():  # it may have started after they were published
+                self._send_weights(role, number)
+
+    def _go_on_from(self, model: _Model, found: ModelState) -> None:
+        """Counters as an older controller left them, and the version before where the open iteration reads it."""
+        version = found.version
+        model.iteration = model.base_version = version
+        model.iterations[version].kept = found.calls
+        model.wanted = list(found.calls)
+        model.num_microbatches = found.num_microbatches
+        model.step_offset, model.seed = found.step_offset, found.seed
+        if found.previous:
+            model.base_version = version - 1
+            scale = dict(found.scales).get(version - 1, 1.0)
+            self._on_weights(WeightsReadyMsg(found.model, version - 1, tuple(enumerate(found.previous)), scale))
+
+    def _start_from(self, number: int, model: _Model, start: tuple[int, int], buffers: Buffers) -> None:
+        """The open iteration starts with these buffers, which lie in the controller's or the optimizer's memory."""
+        for position, _ in buffers:
+            self._lifetimes.hold(("buffer", *start, position), ("start", number, model.iteration))
+        self._begin_with(number, model, start, buffers)
+
+    def _begin_with(self, number: int, model: _Model, place: tuple[int, int], buffers: Buffers) -> None:
+        """The next call reads these buffers."""
+        for position, payload in buffers:
+            key: Key = ("buffer", *place, position)
+            self._lifetimes.hold(key, ("head", number))
+            msg = DataReadyMsg(number, key, payload)
             self._publish_own(msg)
             for worker in self._roster.living:
                 self._send(worker, msg)
-        for role in self._roster.replaced():
-            if role in self._roster.living:  # it may have started after the optimizer published
-                self._send_weights(role, event.model)
+        self._move_head(number, model, place)
+
+    def _on_keep_open(self, event: KeepOpenEvent) -> None:
+        model = self._models[event.model]
+        assert not model.steps and model.cancel is None
+        buffers = tuple(sorted(self._buffers_of(model, model.buffers_from).items()))
+        calls = tuple(model.wanted)
+        self._send(OPTIMIZER, KeepOpenMsg(event.model, calls, model.num_microbatches, buffers))
 
     def _on_model_removed(self, event: ModelRemovedEvent) -> None:
         for save in list(self._models[event.model].saves):
@@ -775,7 +835,8 @@ class ControllerMachine:
         model = self._models[event.model]
         assert model.wanted and model.cancel is None
         step = model.iteration
-        self._send(OPTIMIZER, StepMsg(event.model, step, tuple(model.wanted), event.groups, event.max_grad_norm))
+        calls, start = tuple(model.wanted), model.buffers_from
+        self._send(OPTIMIZER, StepMsg(event.model, step, calls, event.groups, event.max_grad_norm, start))
         model.steps.append(step)
         model.wanted = []
         model.num_microbatches = 0
@@ -901,16 +962,9 @@ class ControllerMachine:
         model.seed = model.seed if event.seed is None else event.seed
         start = (event.call, 0)
         model.iterations[model.iteration] = _Iteration(start)
-        for position, payload in event.buffers:
-            key: Key = ("buffer", *start, position)
-            self._lifetimes.hold(key, ("start", number, model.iteration))
-            self._lifetimes.hold(key, ("head", number))
-            msg = DataReadyMsg(number, key, payload)
-            self._publish_own(msg)
-            for worker in self._roster.living:
-                self._send(worker, msg)
-        self._move_head(number, model, start)
+        self._start_from(number, model, start, event.buffers)
         self._release(("start", number, old))
+        self._send(OPTIMIZER, NoteModelMsg(number, model.iteration, model.step_offset, model.seed, event.buffers))
 
     # --- failures
 
@@ -929,9 +983,11 @@ class ControllerMachine:
         first, last, iteration = msg.call, msg.call, None
         if not call.event.inference:
             iteration = call.iteration
-            first = model.iterations[iteration].calls[0]
+            first = model.iterations[iteration].first_call
             last = max(c for c, other in self._calls.items() if other.event.model == number)
         calls = tuple(c for c in self._calls if first <= c <= last and self._can_fail(c, number))
+        if iteration is not None:
+            calls = (*model.iterations[iteration].kept, *calls)
         steps = () if iteration is None else tuple(step for step in model.steps if step >= iteration)
         self._out.append(ReportFailure(number, msg.call, len(call.event.inputs), msg.error, calls, steps, msg.slot))
         self._cancel(number, model, _Cancel(first, last, iteration))
@@ -946,7 +1002,7 @@ class ControllerMachine:
         if model.cancel is not None:
             return
         if training:
-            first = model.iterations[min(training)].calls[0]
+            first = model.iterations[min(training)].first_call
             last = max(c for c, other in self._calls.items() if other.event.model == number)
             self._cancel(number, model, _Cancel(first, last, min(training), abandoned=True))
         elif any(self._calls[c].event.inference for c in running):
@@ -1172,7 +1228,7 @@ class ControllerMachine:
             if announced is None or announced[1] != role:
                 continue
             readers = [self._roles[r] for r in self._lifetimes.readers(key) if isinstance(r, int) and r in self._roles]
-            roles = self._roster.living if key[0] == "buffer" else tuple(sorted(set(readers)))
+            roles = (*self._roster.living, OPTIMIZER) if key[0] == "buffer" else tuple(sorted(set(readers)))
             for reader in roles:
                 self._send(reader, announced[0])
         for call in self._calls.values():

@@ -10,7 +10,7 @@ left alone until the calls that were known at the last death are over and every 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 
@@ -24,15 +24,23 @@ class Grave:
 
 
 class Roster:
-    """The worker roles of a session. `workers` in device order, all of them living."""
+    """The worker roles of a session.
 
-    def __init__(self, workers: Sequence[str]) -> None:
+    Args:
+        workers: in device order.
+        incarnations: of those whose first process has died, as all processes know.
+        retired: those whom nobody will replace; all others are living.
+    """
+
+    def __init__(
+        self, workers: Sequence[str], incarnations: Mapping[str, int] | None = None, retired: Iterable[str] = ()
+    ) -> None:
         self.workers = tuple(workers)
-        self.living = self.workers
         self.graves: list[Grave] = []
-        self._incarnations = dict.fromkeys(self.workers, 1)
+        self._incarnations = {role: (incarnations or {}).get(role, 1) for role in self.workers}
         self._ready: list[str] = []
-        self._retired: set[str] = set()
+        self._retired = set(retired)
+        self.living = tuple(role for role in self.workers if role not in self._retired)
         self._inherited: dict[str, tuple[str, ...]] = dict.fromkeys(self.workers, ())
         """The dead whose arenas the present process was told to adopt."""
         self._fences: set[tuple[str, str]] = set()  # (by, role)

@@ -14,13 +14,14 @@ from typing import Any
 
 from rpruntime.optimizer.scaling import as_dict, from_dict, inverse_of, moved
 from rpruntime.rounding import rounded_to_single
-from rpruntime.store.handle import Extent
+from rpruntime.store.handle import Extent, Payload, TensorHandle
 from rpruntime.wire.instructions import Forget as Forget
 from rpruntime.wire.instructions import FreeOwn as FreeOwn
 from rpruntime.wire.instructions import Send as Send
 from rpruntime.wire.messages import (
     CancelledMsg,
     CancelMsg,
+    DataReadyMsg,
     DiscardMsg,
     ExpectSlabsMsg,
     FencedMsg,
@@ -48,8 +49,23 @@ from rpruntime.wire.messages import (
     UnloadModelMsg,
     WeightsReadyMsg,
 )
+from rpruntime.wire.succession import (
+    Buffers,
+    ControllerGoneMsg,
+    KeepOpenMsg,
+    KeptMsg,
+    ModelRow,
+    ModelState,
+    NoteModelMsg,
+    ReadModelsMsg,
+    ResetDoneMsg,
+    ResetMsg,
+    SettledMsg,
+    head_place,
+)
 
 CONTROLLER = "controller"
+LAUNCHER = "launcher"
 ROLE = "optimizer"
 
 SlabId = tuple[int, int, int, int]
@@ -224,6 +240,44 @@ class RestoreUnit:
 
 
 @dataclass(frozen=True)
+class KeepBuffers:
+    """Copy a model's buffers into this process's own memory, in place of those kept before.
+
+    `head`: they are those after the open iteration's calls, kept beside those that it started from.
+    """
+
+    model: int
+    buffers: Buffers
+    head: bool = False
+
+
+@dataclass(frozen=True)
+class TakeHead:
+    """A model's kept `head` takes the place of what was kept before."""
+
+    model: int
+
+
+@dataclass(frozen=True)
+class KeepOnly:
+    """A controller has gone: of each model only its newest versions, the optimizer's own and what is kept stays.
+
+    `versions`: the extents of the versions that somebody may still read, by model; `iterations`: whose sums stay.
+    """
+
+    versions: dict[int, tuple[Extent, ...]]
+    iterations: dict[int, int]
+
+
+@dataclass(frozen=True)
+class TellModels:
+    """Answer a `ReadModelsMsg`; in each state the package and the buffers are to be filled in."""
+
+    msg: ReadModelsMsg
+    rows: tuple[tuple[ModelRow, ModelState], ...]
+
+
+@dataclass(frozen=True)
 class StartClock:
     """A step begins."""
 
@@ -240,7 +294,8 @@ class FinishStep:
 
 Instruction = (
     Send | BuildModel | FillModel | ForgetModel | AddSlab | DropSums | MeasureNorm | StepUnit | ReadState | StartClock
-    | FinishStep | FreeOwn | Forget | CopyUnit | FreeCopies | RestoreUnit
+    | FinishStep | FreeOwn | Forget | CopyUnit | FreeCopies | RestoreUnit | KeepBuffers | TakeHead
+    | KeepOnly | TellModels
 )  # fmt: skip
 
 
@@ -318,6 +373,24 @@ class _Model:
     held_back: dict[int, tuple[StepUnit, list[SlabId]]] = field(default_factory=dict)
     """Units of the running step that a snapshot has to copy first, with the slabs that are done after them."""
     restoring: RestoreMsg | None = None
+    restored: set[int] = field(default_factory=set)
+    """Units that have their values."""
+    version: int = 0
+    """Steps done, as versions are counted."""
+    note: NoteModelMsg | None = None
+    """What the controller said when the model was loaded, or last got new weights; None: it is still loading."""
+    torn: bool = False
+    """Whether weights have been announced that have not all come: nothing could go on from here."""
+    buffers: dict[tuple[int, int], dict[int, Payload]] = field(default_factory=dict)
+    """(call, micro-batch) -> position -> the buffers after it, as the workers told."""
+    kept_from: tuple[int, int] = (0, 0)
+    """Whose buffers are kept, or kept as those after the open iteration's calls."""
+    awaits_buffers: bool = False
+    """Whether the running step is done but for the buffers."""
+    previous: dict[int, Extent] = field(default_factory=dict)
+    """Master copies of the version before."""
+    open: KeepOpenMsg | None = None
+    """What a controller that detached has left of the open iteration."""
 
 
 class OptimizerMachine:
@@ -327,6 +400,10 @@ class OptimizerMachine:
         self._workers = workers
         self._models: dict[int, _Model] = {}
         self._out: list[Instruction] = []
+        self._gone: ControllerGoneMsg | None = None
+        """A controller that has gone and whose steps are not all done."""
+        self._reset: ResetMsg | None = None
+        """A reset that waits for the running step."""
         self._handlers: dict[type, Callable[[Any], None]] = {
             ModelSpec: self._on_load,
             UnloadModelMsg: self._on_unload,
@@ -352,12 +429,20 @@ class OptimizerMachine:
             ForgetMsg: lambda msg: self._out.append(Forget(msg.segments)),
             NormEvent: self._on_norm,
             UnitSteppedEvent: self._on_unit_stepped,
+            DataReadyMsg: self._on_buffers,
+            NoteModelMsg: self._on_note,
+            KeepOpenMsg: self._on_keep_open,
+            ReadModelsMsg: self._on_read_models,
+            ControllerGoneMsg: self._on_gone,
+            ResetMsg: self._on_reset,
         }
 
     def handle(self, *events: Any) -> list[Instruction]:
         """Take messages and events in, in order; returns what is to be done, in order."""
         for event in events:
             self._handlers[type(event)](event)
+            self._tell_settled()
+            self._try_reset()
         out, self._out = self._out, []
         return out
 
@@ -392,6 +477,7 @@ class OptimizerMachine:
 
     def _on_expect(self, msg: ExpectSlabsMsg) -> None:
         model = self._models[msg.model]
+        model.open = None
         model.newest_call = max(model.newest_call, msg.call)
         model.calls[msg.call] = msg.iteration
         model.read_versions[msg.iteration] = msg.version
@@ -464,6 +550,7 @@ class OptimizerMachine:
 
     def _on_step(self, msg: StepMsg) -> None:
         model = self._models[msg.model]
+        model.open = None
         model.steps.append(msg)
         self._start_step(msg.model, model)
 
@@ -522,6 +609,7 @@ class OptimizerMachine:
         unchanged = [unit.index for unit in model.spec.units if model.skipped or not unit.trainable]
         inverse = self._inverse(model, msg.step)
         model.to_step = {unit.index for unit in model.spec.units}
+        model.previous = dict(model.master)
         for unit in sorted((u for u in model.spec.units if u.trainable), key=lambda u: u.positions[0]):
             total = model.sums.get((msg.step, unit.index), _Sum())
             only = total.only[1] if total.only is not None else None
@@ -554,7 +642,14 @@ class OptimizerMachine:
         msg = model.running
         if msg is None or model.to_step:
             return
-        model.running = None
+        if not self._keep_buffers(number, model, msg.buffers_from) and not model.late_cancels:
+            model.awaits_buffers = True  # of a call that is being cancelled they may never come
+            return
+        self._end_step(number, model, msg)
+
+    def _end_step(self, number: int, model: _Model, msg: StepMsg) -> None:
+        model.running, model.awaits_buffers = None, False
+        model.version = msg.step + 1
         self._drop_iteration(number, model, msg.step)
         for call in msg.calls:
             del model.calls[call], model.waiting[call]
@@ -577,6 +672,7 @@ class OptimizerMachine:
 
     def _on_discard(self, msg: DiscardMsg) -> None:
         model = self._models[msg.model]
+        model.open = None
         if not msg.calls:
             return
         iteration = model.calls[msg.calls[0]]
@@ -596,7 +692,11 @@ class OptimizerMachine:
         gone = [call for call in model.calls if msg.first_call <= call <= msg.last_call]
         if model.running is not None and set(model.running.calls) & set(gone):
             model.late_cancels.append(msg)  # too late: the controller will hear of the step first
+            if model.awaits_buffers:
+                self._finish_step(msg.model, model)
             return
+        model.open = None
+        model.buffers = {key: b for key, b in model.buffers.items() if not msg.first_call <= key[0] <= msg.last_call}
         for iteration in {model.calls[call] for call in gone}:
             self._drop_iteration(msg.model, model, iteration)
         for call in gone:
@@ -724,7 +824,7 @@ class OptimizerMachine:
     def _on_restore(self, msg: RestoreMsg) -> None:
         model = self._models[msg.model]
         assert model.running is None and not model.steps and not model.calls
-        model.restoring = msg
+        model.restoring, model.restored, model.torn = msg, set(), True
         if model.scaler is not None:  # without a state in the message it goes on where it is
             self._restore_scaler(model, msg.scaler or as_dict(model.scaler))
 
@@ -739,10 +839,160 @@ class OptimizerMachine:
             return
         version = model.restoring.version
         model.master[event.unit] = event.extent
+        model.previous[event.unit] = event.extent if event.previous is None else event.previous
         if event.previous is not None:
             self._publish(event.model, version - 1, ((event.unit, event.previous),))
         self._publish(event.model, version, ((event.unit, event.extent),))
         self._send(CONTROLLER, RestoredMsg(event.model, event.request, event.unit))
+        model.restored.add(event.unit)
+        if len(model.restored) == len(model.spec.units):
+            model.restoring, model.torn, model.version = None, False, version
+
+    # --- what outlives a controller (docs/client.md)
+
+    def _buffered(self, model: _Model) -> list[int]:
+        return [position for position, layer in enumerate(model.spec.layers) if layer.buffers]
+
+    def _on_note(self, msg: NoteModelMsg) -> None:
+        model = self._models[msg.model]
+        model.note, model.torn, model.open = msg, msg.version != model.version, None
+        model.buffers = {}
+        self._out.append(KeepBuffers(msg.model, msg.buffers))
+
+    def _on_buffers(self, msg: DataReadyMsg) -> None:
+        """The buffers after a call's last micro-batch, from whoever ran it."""
+        model = self._models.get(msg.model)
+        if model is None or msg.key[0] != "buffer" or msg.key[1] <= model.kept_from[0]:
+            return
+        _, call, microbatch, position = msg.key
+        model.buffers.setdefault((call, microbatch), {}).setdefault(position, msg.payload)
+        if model.awaits_buffers:
+            self._finish_step(msg.model, model)
+
+    def _keep_buffers(self, number: int, model: _Model, place: tuple[int, int]) -> bool:
+        """Keep the buffers with which the next iteration starts; False: some have not come."""
+        positions = self._buffered(model)
+        if not positions or place == model.kept_from:
+            return True
+        if place == head_place(number):
+            self._out.append(TakeHead(number))
+            model.kept_from = place
+            return True
+        found = model.buffers.get(place, {})
+        if any(position not in found for position in positions):
+            return False
+        self._out.append(KeepBuffers(number, tuple((position, found[position]) for position in positions)))
+        model.kept_from = place
+        model.buffers = {key: buffers for key, buffers in model.buffers.items() if key[0] > place[0]}
+        return True
+
+    def _on_keep_open(self, msg: KeepOpenMsg) -> None:
+        """Sums in this process's own memory, as gradients of the workers go with their arenas."""
+        model = self._models[msg.model]
+        for (iteration, _), total in model.sums.items():
+            if total.only is not None:
+                first, total.only, total.summed = total.only, None, True
+                self._add(msg.model, iteration, *first)
+        if msg.num_microbatches:  # else the iteration is as the step before it left it
+            model.open = msg
+            self._out.append(KeepBuffers(msg.model, msg.buffers, head=True))
+        self._send(CONTROLLER, KeptMsg(msg.model))
+
+    def _on_gone(self, msg: ControllerGoneMsg) -> None:
+        """The mailbox has begun to drop what that controller sends."""
+        self._gone = msg
+        for number, model in self._models.items():
+            model.reads.clear()
+            for snapshot in list(model.snapshots):
+                self._end_snapshot(number, snapshot.msg.save)
+
+    def _tell_settled(self) -> None:
+        if self._gone is None or any(model.running or model.steps for model in self._models.values()):
+            return
+        gone, self._gone = self._gone, None
+        self._send(LAUNCHER, SettledMsg(gone.incarnation))
+
+    def _on_reset(self, msg: ResetMsg) -> None:
+        self._reset, self._gone = msg, None
+        self._workers = tuple(role for role in self._workers if role not in msg.retired)
+
+    def _try_reset(self) -> None:
+        if self._reset is None:
+            return
+        for number, model in self._models.items():
+            if model.running is not None and model.awaits_buffers:
+                # workers have died beside the controller, and the buffers with them: those before stay
+                self._end_step(number, model, model.running)
+        if any(model.running is not None for model in self._models.values()):
+            return
+        msg, self._reset = self._reset, None
+        for number, model in list(self._models.items()):
+            if model.torn or model.note is None:
+                del self._models[number]
+                self._out.append(ForgetModel(number))
+            else:
+                self._models[number] = self._reset_model(number, model)
+        versions = {n: (*m.master.values(), *self._previous_of(m)) for n, m in self._models.items()}
+        iterations = {n: m.version for n, m in self._models.items() if m.open is not None}
+        self._out.append(KeepOnly(versions, iterations))
+        self._send(LAUNCHER, ResetDoneMsg(ROLE, msg.incarnation))
+
+    def _reset_model(self, number: int, model: _Model) -> _Model:
+        """The model as the next controller finds it: at its newest version, with the sums of `open` or with none."""
+        calls = dict.fromkeys(model.open.calls, model.version) if model.open is not None else {}
+        assert calls.keys() <= model.calls.keys(), "kept calls that nobody knows"
+        return _Model(
+            model.spec,
+            calls=calls,
+            sums={key: total for key, total in model.sums.items() if calls and key[0] == model.version},
+            waiting={call: set() for call in calls},
+            newest_call=model.newest_call,
+            master=model.master,
+            previous=model.previous,
+            scaler=model.scaler,
+            scales={version: s for version, s in model.scales.items() if version >= model.version - 1},
+            read_versions={model.version: model.read_versions[model.version]} if calls else {},
+            version=model.version,
+            note=model.note,
+            kept_from=model.kept_from,
+            open=model.open,
+        )
+
+    def _previous_of(self, model: _Model) -> tuple[Extent, ...]:
+        """Version `version - 1`, where the calls that are kept have read it: so will others of their iteration."""
+        if model.version == 0 or model.read_versions.get(model.version, model.version) == model.version:
+            return ()
+        return tuple(model.previous.get(unit, extent) for unit, extent in model.master.items())
+
+    def _on_read_models(self, msg: ReadModelsMsg) -> None:
+        rows = []
+        for number, model in self._models.items():
+            if model.note is None:
+                continue
+            step = model.version + model.note.step_offset
+            row = ModelRow(number, model.spec.name, model.version, step, len(model.calls))
+            rows.append((row, self._state(number, model, model.note)))
+        self._out.append(TellModels(msg, tuple(rows)))
+
+    def _state(self, number: int, model: _Model, note: NoteModelMsg) -> ModelState:
+        nowhere = TensorHandle(Extent("", "", 0, 0), 0, (), (), "")
+        default = {} if model.scaler is None else {model.version: model.scaler.scale}
+        scales = {version: s for version, s in model.scales.items() if version >= model.version - 1}
+        return ModelState(
+            model=number,
+            spec=nowhere,
+            version=model.version,
+            step_offset=note.step_offset,
+            seed=note.seed,
+            scaler=model.scaler,
+            scales=tuple(sorted({**default, **scales}.items())),
+            master=tuple(model.master[unit.index] for unit in model.spec.units) if model.master else (),
+            previous=self._previous_of(model),
+            buffers=(),
+            calls=() if model.open is None else model.open.calls,
+            num_microbatches=0 if model.open is None else model.open.num_microbatches,
+            head=(),
+        )
 
     def _send(self, role: str, msg: Any) -> None:
         self._out.append(Send(role, msg))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from rpruntime.optimizer import machine as m
+from rpruntime.optimizer.kept import Kept, copied, put_struct
 from rpruntime.optimizer.norms import Norms
 from rpruntime.optimizer.pieces import Scratch
 from rpruntime.optimizer.snapshots import PREVIOUS, WEIGHT, Copies, Incoming, Row, parts_of
@@ -23,6 +24,7 @@ from rpruntime.recording import record
 from rpruntime.store.arena import Arena
 from rpruntime.store.handle import Extent
 from rpruntime.store.layout import optimizer_layout, spare_bytes
+from rpruntime.store.relocate import extents_in
 from rpruntime.store.values import put_together
 from rpruntime.wire.codec import unpack_struct
 from rpruntime.wire.mailbox import Post
@@ -36,6 +38,7 @@ from rpruntime.wire.messages import (
     TraceMsg,
     UnitSpec,
 )
+from rpruntime.wire.succession import ModelsMsg
 from rpruntime.worker.failures import describe
 
 log = logging.getLogger(__name__)
@@ -61,6 +64,7 @@ class _Model:
         _make_room(arena, sum(optimizer_layout(unit)[1] for unit in msg.units if unit.trainable))
         self.units: list[Unit | None] = [Unit(unit, arena, scratch) if unit.trainable else None for unit in msg.units]
         self.copies = Copies(arena)
+        self.kept = Kept(msg, arena)
         self.incoming: dict[int, Incoming] = {}
         """Units whose values are coming in."""
 
@@ -81,6 +85,8 @@ class OptimizerShell:
         self._machine = m.OptimizerMachine(workers)
         record(self._machine, post.role)
         self._models: dict[int, _Model] = {}
+        self._told: set[Extent] = set()
+        """What was allocated for a controller to read and free."""
         self._scratch = Scratch()
         self._started: dict[tuple[int, int], float] = {}
         self._todo: deque[Any] = deque()
@@ -98,6 +104,10 @@ class OptimizerShell:
             m.CopyUnit: self._copy_unit,
             m.FreeCopies: lambda i: self._models[i.model].copies.free(i.save, i.unit),
             m.RestoreUnit: self._restore_unit,
+            m.KeepBuffers: self._keep_buffers,
+            m.TakeHead: lambda i: self._models[i.model].kept.take_head(),
+            m.KeepOnly: self._keep_only,
+            m.TellModels: self._tell_models,
             m.StartClock: lambda i: self._started.__setitem__((i.model, i.step), time.monotonic()),
             m.FinishStep: self._finish_step,
             m.FreeOwn: self._free,
@@ -200,6 +210,7 @@ class OptimizerShell:
             if unit is not None:
                 unit.free()
         model.copies.free_all()
+        model.kept.free()
         for extent in model.slabs:
             self._arena.free(extent)
         for extent in model.lent.difference(model.master):  # a newest version is the controller's again
@@ -215,6 +226,7 @@ class OptimizerShell:
                 self._arena.take(extent)
                 continue
             self._arena.free(extent)
+            self._told.discard(extent)
             for model in self._models.values():
                 model.slabs.discard(extent)
 
@@ -276,8 +288,50 @@ class OptimizerShell:
                 rows += [(number, i, "gradient", g.clone()) for i, g in enumerate(found) if g is not None]
             else:
                 rows += [(number, *row) for row in unit.state_rows()]
-        for fields in parts_of(rows, self._arena.allocate, self._arena):
+        for fields in parts_of(rows, self._allocate_told, self._arena):
             self._post.send(m.CONTROLLER, StateMsg(msg.model, msg.request, msg.what, **fields))
+
+    def _allocate_told(self, nbytes: int) -> Extent:
+        extent = self._arena.allocate(nbytes)
+        self._told.add(extent)
+        return extent
+
+    # --- what outlives a controller (docs/client.md)
+
+    def _keep_buffers(self, instruction: m.KeepBuffers) -> None:
+        kept = self._models[instruction.model].kept
+        (kept.keep_head if instruction.head else kept.keep)(instruction.buffers)
+
+    def _keep_only(self, instruction: m.KeepOnly) -> None:
+        for number, model in self._models.items():
+            stays = set(instruction.versions[number])
+            for extent in model.lent:  # the controller's memory goes, but for these
+                self._arena.take(extent, live=extent in stays)
+            model.slabs |= model.lent & stays
+            model.lent = set()
+            self._arena.free_all(model.slabs - stays)
+            model.slabs &= stays
+            for unit in model.units:
+                if unit is not None:
+                    unit.drop_sums(but=instruction.iterations.get(number))
+            model.copies.free_all()
+            model.incoming.clear()
+            model.kept.settle(with_head=number in instruction.iterations)
+        self._arena.free_all(self._told)
+        self._told.clear()
+        self._arena.settle()
+
+    def _tell_models(self, instruction: m.TellModels) -> None:
+        rows = []
+        for row, state in instruction.rows:
+            kept = self._models[row.model].kept
+            if instruction.msg.whole and kept.package is not None:
+                told = {"buffers": copied(kept.buffers, self._arena), "head": copied(kept.head, self._arena)}
+                state = dataclasses.replace(state, spec=kept.package, **told)
+                row = dataclasses.replace(row, state=put_struct(state, self._arena))
+                self._told.update(extents_in((row.state, state.buffers, state.head)))
+            rows.append(row)
+        self._post.send(instruction.msg.role, ModelsMsg(tuple(rows)))
 
     # --- checkpoints
 

@@ -165,6 +165,11 @@ class Unit:
             torch._foreach_add_(totals[place], widen(gradients[place], wide))
             start = place.stop
 
+    def drop_sums(self, *, but: int | None) -> None:
+        """Forget all sums, except an iteration's."""
+        for iteration in [iteration for iteration in self._sums if iteration != but]:
+            self.drop_sum(iteration)
+
     def drop_sum(self, iteration: int) -> None:
         """Forget an iteration's sum."""
         found = self._sums.pop(iteration, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 
 ALIGNMENT = 256
 """Every extent starts at a multiple of this, so that kernels and copies see the same alignment everywhere."""
@@ -37,6 +37,28 @@ class Allocator:
         self._free.setdefault(segment, [])
         self._live[segment, offset] = nbytes
         self.free(segment, offset)
+
+    def claim(self, segment: str, offset: int, nbytes: int) -> None:
+        """Exactly these aligned bytes, which are free, are live."""
+        runs = self._free[segment]
+        index = bisect_right(runs, (offset, 1 << 62)) - 1
+        start, size = runs.pop(index)
+        assert start <= offset and offset + nbytes <= start + size, f"{segment}+{offset} is not free"
+        if start + size > offset + nbytes:
+            runs.insert(index, (offset + nbytes, start + size - offset - nbytes))
+        if start < offset:
+            runs.insert(index, (start, offset - start))
+        self._live[segment, offset] = nbytes
+
+    def clear(self) -> None:
+        """Nothing is live any more."""
+        for segment, offset in list(self._live):
+            self.free(segment, offset)
+
+    @property
+    def segments(self) -> set[str]:
+        """The segments in use."""
+        return set(self._sizes)
 
     def allocate(self, nbytes: int) -> tuple[str, int] | None:
         """(segment, offset) of `nbytes` free bytes from the tightest run, or None: no run is long enough."""

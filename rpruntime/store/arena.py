@@ -60,6 +60,8 @@ class SegmentSource(Mappings, Protocol):
 
     def segments_of(self, owner: str) -> list[tuple[str, int]]: ...
 
+    def give(self, segment: str) -> None: ...
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """The wire's name of a dtype, "float32" for `torch.float32`."""
@@ -106,6 +108,10 @@ class Store:
             if memory is not None and self._on_unmap is not None:
                 self._on_unmap(name, memory)
             self._source.forget(name)
+
+    def known(self) -> set[str]:
+        """The segments that are mapped here."""
+        return set(self._segments)
 
     def segment(self, name: str) -> torch.Tensor:
         """All bytes of a segment, uint8 [nbytes], mapped at first use."""
@@ -175,6 +181,7 @@ class Arena:
                 if self.total_bytes + nbytes <= limit_bytes:
                     log.info("arena %s adopts %s, %.1f MiB", self.owner, name, nbytes / 2**20)
                     self.store.segment(name)
+                    self._source.give(name)
                     self._allocator.add_segment(name, nbytes)
                 else:
                     given_up.append(name)
@@ -183,11 +190,28 @@ class Arena:
             self._source.release(name)
         return tuple(given_up)
 
-    def take(self, extent: Extent) -> None:
-        """Bytes that another process had lent are this arena's from now on, and free."""
+    def take(self, extent: Extent, *, live: bool = False) -> None:
+        """Bytes that another process had lent are this arena's from now on, and free unless `live`."""
         with self._lock:
             self.store.segment(extent.segment)
             self._allocator.add_run(extent.segment, extent.offset, align(extent.nbytes))
+            if live:
+                self._allocator.claim(extent.segment, extent.offset, align(extent.nbytes))
+
+    def settle(self) -> None:
+        """Processes whose memory this arena has taken over, or read, have gone: its segments are its own by name too,
+        and all others are forgotten."""
+        with self._lock:
+            mine = self._allocator.segments
+            for name in mine:
+                self._source.give(name)
+            self.store.forget_all(self.store.known() - mine)
+
+    def clear(self) -> None:
+        """Everything is free again, and nothing of other processes is looked at any more."""
+        with self._lock:
+            self._allocator.clear()
+            self.settle()
 
     def allocate(self, nbytes: int) -> Extent:
         """An extent of `nbytes`; the arena grows if it must. Raises HostMemoryError."""

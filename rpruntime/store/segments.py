@@ -152,6 +152,20 @@ class SegmentServer:
         if entry is not None:
             os.close(entry[0])
 
+    def give(self, segment: str, owner: str) -> None:
+        """A segment is this owner's from now on; its name stays."""
+        with self._lock:
+            if segment in self._segments:
+                self._segments[segment] = (self._segments[segment][0], owner)
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes by owner."""
+        found: dict[str, int] = {}
+        with self._lock:
+            for fd, owner in self._segments.values():
+                found[owner] = found.get(owner, 0) + os.fstat(fd).st_size
+        return found
+
     def release_owner(self, owner: str) -> None:
         """Drop every segment of one owner."""
         with self._lock:
@@ -280,6 +294,9 @@ class SegmentServer:
             elif op == "release":
                 self.release(str(segment))
                 send(peer, {"ok": True})
+            elif op == "give":
+                self.give(str(segment), owner)
+                send(peer, {"ok": True})
             elif op == "list":
                 wanted = request.get("owner")
                 with self._lock:
@@ -365,6 +382,10 @@ class SegmentClient:
     def release_owner(self, owner: str) -> None:
         """Nobody will open the segments of a process again: the launcher drops them."""
         self._request({"op": "release_owner", "owner": owner})
+
+    def give(self, segment: str) -> None:
+        """A segment, whoever made it, is this process's from now on."""
+        self._request({"op": "give", "segment": segment})
 
     def forget(self, segment: str) -> None:
         """Drop this process's mapping only; the memory goes when no view of it is left."""
@@ -473,6 +494,9 @@ class PrivateSegments:
     def segments_of(self, owner: str) -> list[tuple[str, int]]:
         """None: nobody dies here."""
         return []
+
+    def give(self, segment: str) -> None:
+        """Nobody dies here."""
 
     def forget(self, segment: str) -> None:
         """Nobody else has it here, so `release` does all."""

@@ -5,7 +5,7 @@
 
 Messages from one sender to one receiver keep their order. The first frame is the sender, `ROLE.INCARNATION`: what a
 dead process has left on the way is dropped once its successor is known, which the mailbox learns as it reads
-(`FenceMsg`, `RoleDiedMsg`), so that nothing slips through behind the news.
+(`FenceMsg`, `RoleDiedMsg`, `ResetMsg`), so that nothing slips through behind the news.
 
 The session's key pair is both the server key and the only client key that an inbox accepts (ZAP), so whoever cannot
 read `session.json` cannot send. No linger: closing never waits for a dead peer. Not thread-safe: the owner serialises.
@@ -22,6 +22,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from rpruntime.wire.codec import ProtocolError, decode, encode
 from rpruntime.wire.messages import FenceMsg, ProtocolErrorMsg, RoleDiedMsg
+from rpruntime.wire.succession import ControllerGoneMsg, ResetMsg
 
 log = logging.getLogger(__name__)
 
@@ -142,6 +143,8 @@ class Mailbox:
                     raise ProtocolError("the sender is not ROLE.INCARNATION")
                 if int(number) < self._incarnations.get(role, 1):
                     continue
+                if role == "controller":  # it comes without an announcement
+                    self.meet(role, int(number))
                 msg = decode(frames)
             except ProtocolError as err:
                 self._refuse(name, err)
@@ -154,6 +157,15 @@ class Mailbox:
             self.meet(msg.role, msg.incarnation + isinstance(msg, RoleDiedMsg))
             if msg.retired if isinstance(msg, FenceMsg) else not msg.restarts:
                 self.retire(msg.role)
+
+        elif isinstance(msg, ControllerGoneMsg):
+            self.meet("controller", msg.incarnation + 1)
+        elif isinstance(msg, ResetMsg):
+            self.meet("controller", max(msg.incarnation, self._incarnations.get("controller", 1)))
+            for role, incarnation in msg.roles.items():
+                self.meet(role, incarnation)
+            for role in msg.retired:
+                self.retire(role)
 
     def _note_strangers(self) -> None:
         if self._strangers is not None and self._strangers.get(zmq.EVENTS) & zmq.POLLIN:

@@ -19,7 +19,7 @@ from typing import Any
 from rpruntime.store.handle import Extent, Payload, TensorHandle
 from rpruntime.wire.codec import message, struct
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 Key = tuple[Any, ...]
 
@@ -541,6 +541,8 @@ class StepMsg:
     calls: tuple[int, ...]
     groups: tuple[dict[str, Any], ...]
     max_grad_norm: float | None
+    buffers_from: tuple[int, int] = (0, 0)
+    """(call, micro-batch) whose buffers the next iteration starts from; the step is done when they are kept."""
 
 
 @message
