@@ -76,7 +76,7 @@ def ours(options: argparse.Namespace, asynchronous: bool) -> dict[str, Any]:
         "loss": float(loss),
         "optimizer_s": round(optimizer_s, 3),
         "gpu_gb": tuner.peak_bytes / 1e9,
-        "host_gb": host_bytes() / 1e9,
+        **host_figures(pipe._model.client.session, model),
         "plan": f"{len(pipe.plan.forward)}+{len(pipe.plan.backward)}",
     }
 
@@ -141,6 +141,15 @@ def timed(step: Any, finish: Any, options: argparse.Namespace) -> tuple[float, A
     return (time.perf_counter() - began) / options.iters, loss
 
 
+def host_figures(session: Any, model: Any) -> dict[str, float]:
+    """All memory of all processes; and without what the workers write (boundary activations, gradients), the bytes a
+    parameter, with 2 for the gradients."""
+    used = host_bytes()
+    written = sum(nbytes for role in session.worker_roles for _, nbytes in session.segments.segments_of(f"{role}.1"))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return {"host_gb": used / 1e9, "bytes_a_parameter": round((used - written) / parameters + 2, 2)}
+
+
 def host_bytes() -> int:
     """Proportional resident memory of this session's processes: shared pages are counted once."""
     folder = os.environ.get("RPRUNTIME_SESSION", "")
@@ -162,7 +171,10 @@ def table(options: argparse.Namespace) -> int:
     words = ["--shape", options.shape, "--seq", options.seq, "--batch", options.batch, "--warmup", options.warmup]
     words += ["--microbatches", options.microbatches, "--iters", options.iters, "--plan", options.plan]
     words += ["--recompute", options.recompute]
-    rows: list[dict[str, Any]] = []
+    print(f"{options.shape}, sequence {options.seq}, batch {options.batch}, M {options.microbatches}")
+    print(f"{'system':10} {'GPUs':>4} {'tokens/s':>9} {'s/iter':>8} {'ratio':>6} {'GPU GB':>7} {'host GB':>8}  notes")
+    best = None
+    num_rows = 0
     for system in options.systems.split(","):
         front = [sys.executable]
         if system.startswith("ours"):
@@ -174,19 +186,23 @@ def table(options: argparse.Namespace) -> int:
         if run.returncode or not line:
             print(f"{system}: exit {run.returncode}\n{run.stderr[-1500:]}", file=sys.stderr, flush=True)
             continue
-        rows.append(json.loads(line))
-    best = next((row["tokens_s"] for row in rows if row["system"] == "ceiling"), None)
-    print(f"{options.shape}, sequence {options.seq}, batch {options.batch}, M {options.microbatches}")
-    print(f"{'system':10} {'GPUs':>4} {'tokens/s':>9} {'s/iter':>8} {'ratio':>6} {'GPU GB':>7} {'host GB':>8}  notes")
-    for row in rows:
-        ratio = "" if best is None else f"{row['tokens_s'] / best / row['gpus']:.3f}"
-        notes = ", ".join(f"{key} {row[key]}" for key in ("plan", "optimizer_s") if key in row)
-        print(
-            f"{row['system']:10} {row['gpus']:4} {row['tokens_s']:9,.0f} {row['seconds']:8.3f} {ratio:>6} "
-            f"{row.get('gpu_gb', 0):7.1f} {row.get('host_gb', 0):8.1f}  {notes}",
-            flush=True,
-        )
-    return 0 if rows else 1
+        row = json.loads(line)
+        num_rows += 1
+        if system == "ceiling":
+            best = row["tokens_s"]
+        show(row, best)
+    return 0 if num_rows else 1
+
+
+def show(row: dict[str, Any], best: float | None) -> None:
+    """One line of the table; `best`: tokens a second of the ceiling on one GPU."""
+    ratio = "" if best is None else f"{row['tokens_s'] / best / row['gpus']:.3f}"
+    notes = ", ".join(f"{key} {row[key]}" for key in ("plan", "optimizer_s", "bytes_a_parameter") if key in row)
+    print(
+        f"{row['system']:10} {row['gpus']:4} {row['tokens_s']:9,.0f} {row['seconds']:8.3f} {ratio:>6} "
+        f"{row.get('gpu_gb', 0):7.1f} {row.get('host_gb', 0):8.1f}  {notes}",
+        flush=True,
+    )
 
 
 def main() -> int:
