@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from rpruntime.optimizer import pieces, units
-from rpruntime.optimizer.norms import Norms
+from rpruntime.optimizer.norms import Norms, in_windows
 from rpruntime.store.arena import Arena, Store
 from rpruntime.store.handle import Extent
 from rpruntime.store.layout import gradient_layout, packed
@@ -87,8 +87,14 @@ class Bench:
     def norm(self) -> None:
         """The global norm, for clipping."""
         with Norms() as pool:
-            for unit, part in zip(self.units, self.parts, strict=True):
-                pool.measure(unit.gradients(0, part))
+            for several in in_windows(
+                list(zip(self.units, self.parts, strict=True)), [u.wide_bytes for u in self.units]
+            ):
+                rooms = self.scratch.take(sum(unit.wide_bytes for unit, _ in several))
+                cut = rooms.split([unit.wide_bytes for unit, _ in several])
+                pool.measure(
+                    g for (u, part), room in zip(several, cut, strict=True) for g in u.gradients(0, part, 1.0, room)
+                )
 
     def close(self) -> None:
         """Give the memory back."""

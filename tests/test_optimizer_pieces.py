@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rpruntime.optimizer import pieces, units
-from rpruntime.optimizer.norms import Norms
+from rpruntime.optimizer.norms import Norms, in_windows
 from rpruntime.optimizer.pieces import GRAIN, Cutter, Run, Scratch, in_batches
 from rpruntime.store.arena import Arena, Store, view
 from rpruntime.store.layout import gradient_layout, packed
@@ -313,3 +313,9 @@ def test_norms_are_torchs_whatever_runs_beside_them(monkeypatch: pytest.MonkeyPa
         assert norms._pool is not None
     for norm, gradient in zip(found, gradients, strict=True):
         assert norm.dtype == gradient.dtype and norm == torch.linalg.vector_norm(gradient)
+
+
+def test_units_share_a_window_as_long_as_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rpruntime.optimizer.norms.WINDOW_BYTES", 10)
+    assert in_windows("abcdef", [4, 6, 1, 20, 9, 2]) == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
+    assert in_windows("", []) == []

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 THREADED_ELEMENTS = 1 << 20
 """Norms of smaller gradients are not worth a thread."""
+
+WINDOW_BYTES = 2 << 30
+"""Units whose gradients are widened together, so that there are enough tensors for all threads: a largest unit of its
+own size, and the smaller ones up to this."""
+
+T = TypeVar("T")
+
+
+def in_windows(items: Sequence[T], sizes: Sequence[int]) -> list[list[T]]:
+    """Neighbours together, as long as their bytes stay within a window."""
+    found: list[list[T]] = []
+    used = 0
+    for item, size in zip(items, sizes, strict=True):
+        if not found or used + size > WINDOW_BYTES:
+            found.append([])
+            used = 0
+        found[-1].append(item)
+        used += size
+    return found
 
 
 class Norms:

@@ -15,7 +15,7 @@ import torch
 
 from rpruntime.optimizer import machine as m
 from rpruntime.optimizer.kept import Kept, copied, put_struct
-from rpruntime.optimizer.norms import Norms
+from rpruntime.optimizer.norms import Norms, in_windows
 from rpruntime.optimizer.pieces import Scratch
 from rpruntime.optimizer.snapshots import PREVIOUS, WEIGHT, Copies, Incoming, Row, parts_of
 from rpruntime.optimizer.tracing import OptimizerTrace
@@ -236,12 +236,16 @@ class OptimizerShell:
                 unit.drop_sum(instruction.iteration)
 
     def _measure_norm(self, instruction: m.MeasureNorm) -> None:
+        units = [unit for unit in self._models[instruction.model].units if unit is not None]
         norms: list[torch.Tensor] = []
         with Norms() as pool:
-            for unit in self._models[instruction.model].units:
-                if unit is not None:
+            for several in in_windows(units, [unit.wide_bytes for unit in units]):
+                gradients: list[torch.Tensor | None] = []
+                rooms = self._scratch.take(sum(unit.wide_bytes for unit in several))
+                for unit, room in zip(several, rooms.split([unit.wide_bytes for unit in several]), strict=True):
                     only = instruction.only.get(unit.spec.index)
-                    norms += pool.measure(unit.gradients(instruction.iteration, only, instruction.inverse))
+                    gradients += unit.gradients(instruction.iteration, only, instruction.inverse, room)
+                norms += pool.measure(gradients)
         norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
         single, value = norm.dtype == torch.float32, norm.item()
         finite = math.isfinite(value) or all(g.isfinite().all() for g in self._gradients(instruction, 1.0))

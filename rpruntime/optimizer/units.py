@@ -129,6 +129,11 @@ class Unit:
         self._shared[index, name] = self._room(index, name)
         return self._shared[index, name][1]
 
+    @property
+    def wide_bytes(self) -> int:
+        """Bytes of its parameters, or of their gradients, in the optimizer's dtypes."""
+        return self.extent.nbytes
+
     # --- gradients
 
     def add(self, iteration: int, part: SlabPart) -> None:
@@ -176,13 +181,16 @@ class Unit:
         if found is not None:
             self._arena.free(found[0])
 
-    def gradients(self, iteration: int, only: SlabPart | None, inverse: float = 1.0) -> list[torch.Tensor | None]:
+    def gradients(
+        self, iteration: int, only: SlabPart | None, inverse: float = 1.0, room: torch.Tensor | None = None
+    ) -> list[torch.Tensor | None]:
         """The iteration's fp32 gradients by parameter, times `inverse` (of the loss scale).
 
-        Views of the sum or of the only slab where that is all; else they lie in the scratch.
+        Views of the sum or of the only slab where that is all; else they lie in `room` (uint8 [`wide_bytes`]), or in
+        the scratch if there is none.
         """
         found: list[torch.Tensor | None] = [None] * len(self.params)
-        wide = self._sum_views(self._scratch.take(optimizer_layout(self.spec)[1]))
+        wide = self._sum_views(self._scratch.take(self.wide_bytes) if room is None else room)
         rows: list[tuple[int, torch.Tensor]] = []
         if only is not None:
             rows = self._gradients(only)

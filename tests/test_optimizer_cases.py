@@ -1,0 +1,259 @@
+"""Gradients summed in 16 bits, memory taken beyond what was asked, bad input to the fused kernels (N3, M7, P2)."""
+
+from __future__ import annotations
+
+import mmap
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import launcher
+import rpruntime as rp
+from rpruntime import ExecutionPlan
+from rpruntime.optimizer.pieces import Scratch
+from rpruntime.optimizer.units import Unit
+from rpruntime.store.arena import GROWTH_BYTES, Arena, Store
+from rpruntime.store.layout import packed
+from rpruntime.store.segments import PrivateSegments
+from rpruntime.wire.messages import ParamSpec, SlabPart, UnitSpec
+from tests.reference import PausedSession, Times
+
+SOURCES = [Path(package.__file__ or "").parent for package in (rp, launcher)]
+
+
+def identity(outputs: Tensor, labels: Tensor) -> Tensor:
+    return outputs.float().sum()
+
+
+# --- N3
+
+
+def lost_in(dtype: torch.dtype, small: float) -> int:
+    """How many of them make 1; one after the other, in `dtype`, they vanish beside a 1."""
+    assert torch.ones((), dtype=dtype) + torch.tensor(small, dtype=dtype) == 1.0
+    return round(1 / small)
+
+
+@pytest.mark.parametrize("round_size", [None, 1])
+@pytest.mark.parametrize(
+    "dtype, small", [(torch.bfloat16, 2**-9), pytest.param(torch.float16, 2**-11, marks=pytest.mark.slow)]
+)
+def test_the_optimizer_gets_what_16_bits_would_lose(
+    session: PausedSession, dtype: torch.dtype, small: float, round_size: int | None
+) -> None:
+    """A step of lr 1 shows what it got. `round_size` 1: each contribution is a slab, and the optimizer adds them up."""
+    count = lost_in(dtype, small)
+    x = torch.tensor([1.0] + [small] * count).to(dtype)
+    model = nn.Sequential(Times(4.0, dtype=dtype))
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = rp.GradScaler(init_scale=1.0) if dtype == torch.float16 else None
+    with rp.RoundPipe(
+        model, sgd, loss_fn=identity, num_microbatches=count + 1, plan=ExecutionPlan([], [range(1)], round_size),
+        grad_scaler=scaler, session=session,
+    ) as pipe:  # fmt: skip
+        pipe.forward_backward(x, torch.zeros(count + 1), num_items=1)
+        (gradient,) = pipe.gradients().values()
+        assert gradient.dtype == torch.float32 and gradient == 2.0
+        pipe.step().result()
+        pipe.synchronize()
+        assert model[0].w.item() == 2.0
+
+
+@pytest.mark.parametrize("dtype, small", [("bfloat16", 2**-9), ("float16", 2**-12)])
+def test_slabs_of_16_bits_are_added_in_fp32(dtype: str, small: float) -> None:
+    """1 and then small ones, slab after slab, in a parameter that one batch takes and in one that is cut."""
+    count = lost_in(getattr(torch, dtype), small)
+    segments = PrivateSegments()
+    arena = Arena("arena", segments, Store(segments))
+    offsets, nbytes = packed([(3,), (40,)], [dtype] * 2)
+    params = tuple(
+        ParamSpec("p", offset, shape, dtype, dtype, 0) for offset, shape in zip(offsets, [(3,), (40,)], strict=True)
+    )
+    unit = Unit(UnitSpec(0, True, (0,), nbytes, params), arena, Scratch())
+    slab = arena.allocate(nbytes)
+    for value in (1.0, *[small] * count):
+        arena.store.bytes_of(slab).view(getattr(torch, dtype)).fill_(value)
+        unit.add(0, SlabPart(0, slab, (True, True)))
+    for gradient in unit.gradients(0, None):
+        assert gradient is not None and gradient.dtype == torch.float32 and (gradient == 2.0).all()
+    segments.close()
+
+
+# --- M7
+
+
+class Sizes(PrivateSegments):
+    """Remembers what the machine was asked for; nothing is touched, so nothing is resident."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    def create(self, nbytes: int) -> tuple[str, mmap.mmap]:
+        self.asked += nbytes
+        return super().create(nbytes)
+
+
+@pytest.mark.parametrize("buffers", [[9 << 28], [1288490189] * 5], ids=["2.25 GiB", "five of 1.2 GiB"])
+def test_memory_is_what_was_asked_for(buffers: list[int]) -> None:
+    source = Sizes()
+    arena = Arena("arena", source, Store(source))
+    arena.reserve(sum(buffers) + 256 * len(buffers))
+    for nbytes in buffers:
+        arena.allocate(nbytes)
+    assert source.asked == arena.total_bytes <= 1.02 * sum(buffers)
+    source.close()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adagrad"])
+def test_the_optimizers_memory_is_reserved_once_at_load(session: PausedSession, kind: str, asynchronous: bool) -> None:
+    """bf16 weights and fp32 copies to the byte; then nothing grows."""
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
+    settings: dict[str, Any] = {"momentum": 0.9} if kind == "SGD" else {}
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01, **settings)
+    arena = session._optimizer[1]._arena
+    with rp.RoundPipe(
+        model, optimizer, loss_fn=nn.functional.mse_loss, num_microbatches=2, dtype=torch.bfloat16,
+        asynchronous=asynchronous, session=session,
+    ) as pipe:  # fmt: skip
+        pipe.forward_backward(torch.randn(4, 256).bfloat16(), torch.randn(4, 256).bfloat16())
+        count = 8 * 256 * 256
+        states = 2 if kind == "AdamW" else 1
+        spare = 2 * count if asynchronous else 2 * 2 * 256 * 256
+        assert arena.total_bytes == (2 + 4 + 4 * states) * count + spare
+        reserved = arena.total_bytes
+        for _ in range(4):
+            pipe.step(max_grad_norm=1.0).result()
+            pipe.forward_backward(torch.randn(4, 256).bfloat16(), torch.randn(4, 256).bfloat16())
+        pipe.step().result()
+        # a process hears while it steps that old weights are free; here it has stepped before
+        assert arena.total_bytes - reserved in (0, GROWTH_BYTES)
+        reserved = arena.total_bytes
+    with rp.RoundPipe(
+        model, optimizer, loss_fn=nn.functional.mse_loss, num_microbatches=2, asynchronous=asynchronous, session=session
+    ) as pipe:
+        pipe.forward_backward(torch.randn(4, 256).bfloat16(), torch.randn(4, 256).bfloat16())
+    assert arena.total_bytes - reserved in (0, GROWTH_BYTES), "another model takes the same memory"
+
+
+def test_no_pinned_buffer_of_torch_is_made() -> None:
+    """Its allocator rounds each up to a power of two."""
+    for folder in SOURCES:
+        files = list(folder.rglob("*.py"))
+        assert files
+        for path in files:
+            text = path.read_text()
+            assert "pin_memory=" not in text and ".pin_memory(" not in text, path
+
+
+# --- P2
+
+
+class Holder(nn.Module):
+    """Parameters in every layout: transposed, sliced with gaps, 0-d, empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.transposed = nn.Parameter(torch.randn(8, 6).t())
+        self.gaps = nn.Parameter(torch.randn(6, 10)[:, ::2])
+        self.large = nn.Parameter(torch.randn(70, 60).t())
+        self.scalar = nn.Parameter(torch.randn(()))
+        self.empty = nn.Parameter(torch.randn(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = (x @ self.transposed).square().sum(-1) + (x @ self.gaps).sum(-1) * self.scalar
+        return total + self.empty.sum() + self.large.square().sum()
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD", "Adagrad"])
+@pytest.mark.parametrize("stepped_before", [False, True])
+def test_parameters_in_any_layout_are_stepped_rightly(session: PausedSession, kind: str, stepped_before: bool) -> None:
+    """Also where the script has stepped before, so that moments have these layouts too."""
+    settings: dict[str, Any] = {"momentum": 0.9} if kind == "SGD" else {}
+    x, y = torch.randn(4, 6), torch.randn(4)
+    ours, plain = nn.Sequential(Holder()), nn.Sequential(Holder())
+    optimizers = []
+    for model in (ours, plain):
+        optimizers.append(getattr(torch.optim, kind)(model.parameters(), lr=1e-5, foreach=False, **settings))
+        optimizers[-1].param_groups[0]["foreach"] = None
+        if stepped_before:
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizers[-1].step()
+            optimizers[-1].zero_grad()
+    with rp.RoundPipe(ours, optimizers[0], loss_fn=nn.functional.mse_loss, num_microbatches=1, session=session) as pipe:
+        for _ in range(3):
+            pipe.forward_backward(x, y)
+            pipe.step()
+            nn.functional.mse_loss(plain(x), y).backward()
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+        pipe.synchronize()
+        for (name, mine), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.detach(), other.detach(), msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_a_nan_in_a_weight_stays_a_nan(session: PausedSession) -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    with torch.no_grad():
+        model[0].weight[3, 4] = float("nan")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with rp.RoundPipe(model, optimizer, loss_fn=identity, num_microbatches=1, session=session) as pipe:
+        pipe.forward_backward(torch.ones(2, 64), torch.zeros(2))
+        assert pipe.step().result().skipped is False
+        pipe.synchronize()
+        assert model[0].weight[3, 4].isnan() and not model[0].weight[5].isnan().any()
+
+
+def test_a_setting_that_the_kernel_refuses_is_an_error_of_the_step(session: PausedSession) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    pipe = rp.RoundPipe(model, optimizer, loss_fn=identity, num_microbatches=1, session=session)
+    optimizer.param_groups[0]["betas"] = (0.9, "much")
+    pipe.forward_backward(torch.ones(2, 4), torch.zeros(2))
+    info = pipe.step()
+    with pytest.raises((TypeError, RuntimeError, ValueError)):
+        info.result()
+    with pytest.raises((TypeError, RuntimeError, ValueError)):
+        pipe.close()
+
+
+WATCHED = """
+import sys
+import torch  # may start what it likes
+seen = []
+WATCH = ("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "os.fork", "ctypes.dlopen")
+sys.addaudithook(lambda event, args: seen.append((event, str(args))) if event in WATCH else None)
+import rpruntime as rp
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 1))
+optimizer = torch.optim.AdamW(model.parameters())
+with rp.RoundPipe(model, optimizer, loss_fn=torch.nn.functional.mse_loss, num_microbatches=2) as pipe:
+    for _ in range(2):
+        pipe.forward_backward(torch.randn(4, 64), torch.randn(4, 1))
+        pipe.step(max_grad_norm=1.0).result()
+print(seen, "torch.utils.cpp_extension" in sys.modules)
+"""
+
+
+def test_nothing_is_compiled(tmp_path: Path) -> None:
+    """No compiler, no library that was built on the spot, and no source that would need one."""
+    environment = {"PATH": "", "HOME": str(tmp_path), "RPRUNTIME_DEVICES": "inline", "RPRUNTIME_QUIET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED],
+        env=environment,
+        cwd=SOURCES[0].parent,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[] False", done.stdout
+    assert not list(tmp_path.rglob("*.so"))
+    native = {".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".so", ".pyx"}
+    assert not [path for folder in SOURCES for path in folder.rglob("*") if path.suffix in native]
