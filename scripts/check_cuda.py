@@ -3,12 +3,14 @@
     rplaunch --devices cuda scripts/check_cuda.py        # all visible devices
     rplaunch --devices cuda:0 scripts/check_cuda.py
 
-The reference keeps the whole model on one GPU and uses the same grouping of sums. Needs no data.
+The reference keeps the whole model on one GPU and uses the same grouping of sums. Needs no data. Also checked: during a
+run exactly one process of ours has a context on each GPU, and a refused pinning leaves no error behind.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import os
 import sys
 import time
@@ -20,6 +22,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import rpruntime as rp
+import rpruntime.session as sessions
+from launcher import nvidia_smi
 
 STEPS, MICROBATCHES, BATCH, CONTEXT, WIDTH, LAYERS, VOCAB = 20, 4, 16, 128, 256, 6, 512
 
@@ -103,7 +107,36 @@ def piped(dtype: torch.dtype, plan: rp.ExecutionPlan | str, recompute: str) -> l
         for ids in batches():
             losses.append(pipe.forward_backward(ids, ids))
             pipe.step()
-        return [float(loss) for loss in losses]
+        found = [float(loss) for loss in losses]
+        check_contexts()
+        return found
+
+
+def check_contexts() -> None:
+    """Raises unless exactly one process of this session, a worker, is on each GPU, as nvidia-smi lists them."""
+    body = json.loads((sessions.current().folder / "session.json").read_text())
+    pids = {"script": os.getpid(), "launcher": body["launcher"]["pid"]}
+    pids |= {role: row["pid"] for role, row in body["roles"].items()}
+    processes = nvidia_smi.compute_processes() or ()
+    if not {process.pid for process in processes} & set(pids.values()):
+        # a container whose processes the driver does not list: who has initialised CUDA at all?
+        wrong = [role for role, pid in pids.items() if nvidia_smi.has_opened_cuda(pid) != role.startswith("worker-")]
+        problems = [f"{role} and CUDA: a worker has it open, no other role does" for role in wrong]
+    else:
+        problems = nvidia_smi.misplaced(pids, processes)
+    if problems:
+        raise SystemExit("CUDA contexts: " + "; ".join(problems))
+
+
+def refused_pinning() -> int:
+    """CUDA's code for pinning memory that is not there. Raises if the next, innocent call is blamed for it."""
+    from rpruntime.worker import pinning
+
+    torch.cuda.init()
+    code = pinning.register(1 << 46, 1 << 20)
+    assert int(pinning.clear_error(pinning.load_runtime())) == 0, "the refusal is still pending"
+    torch.ones(4, device="cuda").add_(1).sum().item()
+    return code
 
 
 def main() -> int:
@@ -132,6 +165,10 @@ def main() -> int:
                 f"{dtype!s:15} {name:9} loss {got[0]:.5f} -> {got[-1]:.5f}  off {off:.2e} <= {limit:g} {verdict} "
                 f" {seconds:.1f} s"
             )
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        code = pool.apply(refused_pinning)
+    print(f"a refused pinning (error {code}) leaves no error behind" if code else "NOT REFUSED")
+    worst |= code == 0
     print("script has a CUDA context:", torch.cuda.is_initialized())
     return worst
 
