@@ -2,52 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import itertools
-import logging
 import math
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
+from rpruntime import closing
 from rpruntime.books import Books
+from rpruntime.calls import Calls
 from rpruntime.checkpoint import CheckpointInfo, Checkpoints, SaveHandle, read_rows
 from rpruntime.control import events as ev
-from rpruntime.encoder import Encoder
 from rpruntime.errors import ConfigError, RoundPipeError
 from rpruntime.failures import install_excepthook
 from rpruntime.iteration import Events, Iteration
 from rpruntime.loading import Loader, Loan, ModelPackage, initial_buffers
 from rpruntime.metrics import Figures
-from rpruntime.microbatch import CutCall, cut_call, take_labels
-from rpruntime.models.parts import follow_modes
+from rpruntime.microbatch import take_labels
 from rpruntime.preparing import Prepared
-from rpruntime.results import Loss, StepInfo
-from rpruntime.schedule.plan import ExecutionPlan
-from rpruntime.script_optimizer import fill_state, hyper_parameters, patch_optimizer, unpatch_optimizer
+from rpruntime.results import StepInfo
+from rpruntime.script_optimizer import hyper_parameters, patch_optimizer
 from rpruntime.script_weights import ScriptWeights
 from rpruntime.store.handle import Payload
-from rpruntime.store.layout import optimizer_layout
-from rpruntime.store.limits import read_host_memory
 from rpruntime.store.values import put_together
 from rpruntime.terminal import say
 from rpruntime.wire.messages import ReadStateMsg, ScalerState, StateMsg
-from rpruntime.worker.context import capture
 
 if TYPE_CHECKING:
     from rpruntime.client import Client
 
-log = logging.getLogger(__name__)
-
 MAX_MICROBATCHES = 4096
-ABANDON_TIMEOUT_S = 10.0
-"""How long a model that is being closed waits for work that it has cancelled."""
-KEPT_STATE_FACTOR = 4
-"""`close` takes the optimizer's state over where the host has room for so many fp32 copies of the parameters."""
 
 
 class Model:
@@ -64,6 +50,7 @@ class Model:
         user_state: anything that pickles; it stays with the model.
         books: what is pending.
         figures: of finished steps, for sinks and watchers.
+        calls: batches on their way.
         checkpoints: its saves and loads.
         on_note: gets `NoteTimes` and `NoteShortage`, under the client's lock.
     """
@@ -76,14 +63,14 @@ class Model:
         self.grad_scaler = prepared.grad_scaler
         self.user_state: Any = {}
         self.on_note: Callable[[Any], None] | None = None
-        self._prepared = prepared
+        self.prepared = prepared
         self._quiet = bool(client.session.config.get("quiet"))
         self._said: set[str] = set()
         self._replace_older()
         self.books = Books(self)
         self._requests = itertools.count(1)
         self.synchronized = False
-        self._state_is_kept = False
+        self.state_is_kept = False
         install_excepthook()
         self._load(prepared)
         self.closed = False
@@ -150,7 +137,7 @@ class Model:
         self.package = package  # replacements of workers read it
         self.checkpoints = Checkpoints(self)
         self._listener = self.books.on_message
-        self._modes = self._modes_now()
+        self.calls = Calls(self)
         client.do(
             ev.ModelAddedEvent(
                 model=self.number,
@@ -199,30 +186,6 @@ class Model:
 
     # --- calls
 
-    def cut(
-        self,
-        inputs: Any,
-        labels: Any,
-        num_microbatches: int,
-        *,
-        num_items: float | None = None,
-        may_be_zero: bool = False,
-    ) -> CutCall:
-        """Cut a batch into micro-batches. Raises ConfigError: it cannot be cut; nothing has happened."""
-        prepared = self._prepared
-        cut = cut_call(
-            inputs,
-            labels,
-            num_microbatches=num_microbatches,
-            chunk_dims=prepared.chunk_dims,
-            loss_weight=prepared.loss_weight,
-            num_items=num_items,
-            may_be_zero=may_be_zero,
-        )
-        if cut.warning:
-            self.say_once(cut.warning)
-        return cut
-
     def iteration(
         self,
         inputs: Any,
@@ -244,11 +207,11 @@ class Model:
         """
         self.begin_training(scale)
         check_num_microbatches(num_microbatches)
-        if self._prepared.labels_in_dict:
-            inputs, labels = take_labels(inputs, labels, keep=self._prepared.labels_to_model)
-        cut = self.cut(inputs, labels, num_microbatches, num_items=num_items)
+        if self.prepared.labels_in_dict:
+            inputs, labels = take_labels(inputs, labels, keep=self.prepared.labels_to_model)
+        cut = self.calls.cut(inputs, labels, num_microbatches, num_items=num_items)
         self.wait_for_turn()
-        loss, call = self.train(cut, None, has_labels=labels is not None, scale=float(scale))
+        loss, call = self.calls.train(cut, None, has_labels=labels is not None, scale=float(scale))
         return Iteration(self, call, loss, len(cut.rows))
 
     def begin_training(self, scale: float) -> None:
@@ -270,109 +233,6 @@ class Model:
         """Wait until a call of the open iteration may be issued: until the step before the last one is done."""
         self.wait(lambda: len(self.client.machine.unfinished_steps(self.number)) < 2, "step t-2")
         self.raise_failure()
-
-    def train(self, cut: CutCall, plan: ExecutionPlan | None, *, has_labels: bool, scale: float) -> tuple[Loss, int]:
-        """Issue a training call under a plan, or one whose tasks are to come; its loss and its number."""
-        loss = Loss(self.client, "the loss of a call")
-        stages = "tasks"
-        if plan is not None:
-            stages = f"{len(plan.forward)} forward, {len(plan.backward)} backward stages"
-
-        numbers: list[int] = []
-
-        def book(call: int) -> None:
-            numbers.append(call)
-            self.books.open.append((call, loss, scale))
-            self.figures.note_call(call, cut, stages)
-            self.synchronized = False
-
-        self._issue(cut, loss, book, plan=plan, has_labels=has_labels, scale=scale)
-        return loss, numbers[0]
-
-    def start_inference(
-        self, cut: CutCall, plan: ExecutionPlan, *, has_labels: bool, wants_output: bool
-    ) -> tuple[Loss, int]:
-        """Issue a forward pass in eval mode: its result and its number, for `end_inference`."""
-        result = Loss(self.client, "an evaluation call")
-        numbers: list[int] = []
-        self._issue(
-            cut,
-            result,
-            numbers.append,
-            plan=plan,
-            has_labels=has_labels,
-            inference=True,
-            wants_output=wants_output,
-        )
-        return result, numbers[0]
-
-    def end_inference(self, result: Loss, number: int) -> ev.FinishCall:
-        """Wait for a forward pass."""
-        result._wait()
-        return self.books.finished.pop(number)
-
-    def infer(self, cut: CutCall, plan: ExecutionPlan) -> list[Any]:
-        """What the model returns for each micro-batch, with the weights after every step issued."""
-        finished = self.end_inference(*self.start_inference(cut, plan, has_labels=False, wants_output=True))
-        try:
-            return [self.decode(payload) for payload in finished.outputs]
-        finally:
-            self.client.do(ev.OutputTakenEvent(finished.call))
-
-    def _issue(self, cut: CutCall, loss: Loss, book: Callable[[int], None], **settings: Any) -> None:
-        """Copy a call's values into the arena and hand the call to the machine; `book` notes its number."""
-        encoder = Encoder(self.client, self.say_once)
-        issued = False
-
-        def issue() -> ev.CallEvent:
-            nonlocal issued
-            issued = True
-            call = self.client.new_call(self.number)
-            self.books.losses[call] = loss
-            book(call)
-            return dataclasses.replace(event, call=call)
-
-        try:
-            event = self._call_event(cut, encoder, **settings)
-            self.act(issue)
-        except BaseException:
-            if not issued:
-                encoder.free()
-            raise
-
-    def _call_event(
-        self,
-        cut: CutCall,
-        encoder: Encoder,
-        *,
-        plan: ExecutionPlan | None,
-        has_labels: bool,
-        scale: float = 1.0,
-        inference: bool = False,
-        wants_output: bool = False,
-    ) -> ev.CallEvent:
-        context = capture()
-        modes = enumerate(self._modes_now())
-        context["modes"] = tuple((p, flags) for p, flags in modes if flags != self._modes[p])
-        inputs = [encoder.encode((args, kwargs), "inputs") for args, kwargs in zip(cut.args, cut.kwargs, strict=True)]
-        labels = [encoder.encode(label, "labels") if has_labels else None for label in cut.labels]
-        return ev.CallEvent(
-            call=0,
-            model=self.number,
-            plan=plan,
-            inputs=tuple(inputs),
-            labels=tuple(labels),
-            coefficients=tuple((c.numerator, c.denominator) for c in cut.coefficients),
-            weights=tuple(cut.weights),
-            scale=scale,
-            context=context,
-            inference=inference,
-            wants_output=wants_output,
-        )
-
-    def _modes_now(self) -> list[bytes]:
-        follow_modes(self.layout.layers)
-        return [_modes(layer) for layer in self.layout.layers]
 
     # --- steps
 
@@ -590,27 +450,13 @@ class Model:
 
         Whatever it raises, the model is closed and the session has forgotten it.
         """
-        if self.closed:
-            return
-        try:
-            self._come_to_rest()
-        finally:
-            self._end()
+        if not self.closed:
+            closing.close(self)
 
     def close_after_error(self) -> None:
         """Do the steps that were asked for, cancel the rest; without another exception: the script has one already."""
-        if self.closed:
-            return
-        try:
-            self.books.failure = None
-            self._abandon(sealed=False)
-            self.synchronize()
-            self._keep_optimizer_state()
-        except Exception as err:
-            log.warning("closing pipe %s after an error: %s: %s", self.name, type(err).__name__, err)
-        finally:
-            with contextlib.suppress(Exception):
-                self._end()
+        if not self.closed:
+            closing.close_after_error(self)
 
     def __enter__(self) -> Model:
         return self
@@ -620,67 +466,6 @@ class Model:
             self.close()
         else:
             self.close_after_error()
-
-    def _come_to_rest(self) -> None:
-        """Wait for everything issued, and take what stays over."""
-        failure = None
-        try:
-            self.await_cancelled()
-            if self.client.machine.missing_tasks(self.number):
-                self.say("the last iteration lacks tasks: it is given up, with the gradients since the last step")
-                self.drop_open()
-            self.synchronize()
-            self.finish_open_calls()
-        except Exception as err:
-            if self.books.broken is not None or not hasattr(err, "rp_context"):
-                raise
-            failure = err
-            self.synchronize()  # the weights are those before the iteration that failed
-        self._keep_optimizer_state()
-        if failure is not None:
-            raise failure
-
-    def _keep_optimizer_state(self) -> None:
-        """Into the script's optimizer, where its memory is no burden; else asking for it later is an error."""
-        if self.optimizer is None or self._iteration() == 0:
-            return
-        wide = sum(optimizer_layout(unit)[1] for unit in self.layout.units if unit.trainable)
-        room = read_host_memory().available(self.client.session.config.get("host_memory"))[0]
-        if KEPT_STATE_FACTOR * wide < room:
-            fill_state(self.optimizer, self)
-            self._state_is_kept = True
-
-    def _iteration(self) -> int:
-        with self.client.lock:
-            return self.client.machine.iteration(self.number)
-
-    def _abandon(self, *, sealed: bool) -> None:
-        """Cancel what still runs (`sealed`: also what steps wait for); waits a while for who does not answer."""
-        self.client.do(ev.AbandonEvent(self.number, sealed))
-        self.client.wait(
-            lambda: not self.client.machine.is_cancelling(self.number), "the end of what ran", ABANDON_TIMEOUT_S
-        )
-
-    def _end(self) -> None:
-        """Let go of everything, also where the session is gone."""
-        with contextlib.suppress(RoundPipeError):
-            self._abandon(sealed=True)
-        try:
-            self.loan.end(self.weights.shown(everything=self.synchronized))
-        finally:
-            self.closed = True
-            if self.optimizer is not None:
-                unpatch_optimizer(self.optimizer, lost=self._iteration() > 0 and not self._state_is_kept)
-            self.books.cancel_all(lambda: RoundPipeError("cancelled: the pipe was closed while this was running"))
-            self.figures.close()
-            try:
-                self.checkpoints.finish(ending=True)
-            finally:
-                with contextlib.suppress(RoundPipeError):  # the session is gone, and the model with it
-                    self.client.do(ev.ModelRemovedEvent(self.number))
-                self.client.remove_listener(self.number)
-                if not self.client.machine.replaced_workers:  # else one that starts right now may be reading it
-                    self.package.free()
 
     # --- waiting, failures
 
@@ -754,7 +539,3 @@ def check_num_microbatches(count: Any) -> None:
         raise ConfigError(f"num_microbatches must be a positive integer, not {count!r}")
     if count > MAX_MICROBATCHES:
         raise ConfigError(f"num_microbatches is {count}; {MAX_MICROBATCHES} at most, more calls a step do the rest")
-
-
-def _modes(layer: nn.Module) -> bytes:
-    return bytes(module.training for module in layer.modules())

@@ -161,11 +161,11 @@ class RoundPipe:
         model = self._model
         model.begin_training(scale)
         inputs, labels = self._take_labels(inputs, labels)
-        cut = model.cut(inputs, labels, self._num_microbatches, num_items=num_items)
+        cut = model.calls.cut(inputs, labels, self._num_microbatches, num_items=num_items)
         model.wait_for_turn()
         if not model.books.open:
             self._choose_plan(len(cut.rows))
-        return model.train(cut, self.plan, has_labels=labels is not None, scale=float(scale))[0]
+        return model.calls.train(cut, self.plan, has_labels=labels is not None, scale=float(scale))[0]
 
     def _take_labels(self, inputs: Any, labels: Any) -> tuple[Any, Any]:
         return take_labels(inputs, labels, keep=self._labels_to_model) if self._labels_in_dict else (inputs, labels)
@@ -213,8 +213,8 @@ class RoundPipe:
         self._model.start_of_call()
         if self._labels_in_dict:
             inputs, _ = take_labels(inputs, None, keep=False)
-        cut = self._model.cut(inputs, None, num_microbatches or self._num_microbatches)
-        return merge_outputs(self._model.infer(cut, self.plan), cut.rows, dims=cut.dims)
+        cut = self._model.calls.cut(inputs, None, num_microbatches or self._num_microbatches)
+        return merge_outputs(self._model.calls.infer(cut, self.plan), cut.rows, dims=cut.dims)
 
     def evaluate(self, batches: Iterable[Any], *, max_batches: int | None = None) -> EvalResult:
         """Weighted loss and metrics over `(inputs, labels)` batches, eval mode, no gradients, nothing kept.
@@ -247,15 +247,15 @@ class RoundPipe:
             self._model.start_of_call()
             inputs, labels = (batch, None) if isinstance(batch, Mapping) and self._labels_in_dict else batch
             inputs, labels = self._take_labels(inputs, labels)
-            cut = self._model.cut(inputs, labels, self._num_microbatches, may_be_zero=True)
+            cut = self._model.calls.cut(inputs, labels, self._num_microbatches, may_be_zero=True)
             if not any(cut.weights):
                 continue
             labelled = labels is not None
-            running.append(self._model.start_inference(cut, self.plan, has_labels=labelled, wants_output=False))
+            running.append(self._model.calls.start_inference(cut, self.plan, has_labels=labelled, wants_output=False))
             if len(running) > EVALUATED_AHEAD:
-                finished.append(self._model.end_inference(*running.popleft()))
+                finished.append(self._model.calls.end_inference(*running.popleft()))
         while running:
-            finished.append(self._model.end_inference(*running.popleft()))
+            finished.append(self._model.calls.end_inference(*running.popleft()))
         if not finished:
             raise ConfigError("evaluate got no batch")
         rows, weights, total = [], [], 0.0

@@ -20,7 +20,7 @@ from torch import nn
 
 import rpruntime as rp
 from launcher import rpctl
-from rpruntime import checkpoint_files
+from rpruntime import checkpoint_files, closing
 from rpruntime.checkpoint_files import CheckpointReader, CheckpointWriter, list_checkpoints, writing_in
 from rpruntime.optimizer import machine as om
 from rpruntime.wire import messages as msgs
@@ -704,7 +704,7 @@ def test_no_save_waits_for_a_step_that_an_optimizer_refused(tmp_path, threaded):
 
 
 def test_a_save_ends_when_the_session_breaks_and_when_its_pipe_is_closed(tmp_path, monkeypatch):
-    monkeypatch.setattr("rpruntime.model.ABANDON_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("rpruntime.closing.ABANDON_TIMEOUT_S", 0.1)
     with one_thread(), inline() as session:
         built = build()
         pipe = wrap(session, built)
@@ -718,7 +718,7 @@ def test_a_save_ends_when_the_session_breaks_and_when_its_pipe_is_closed(tmp_pat
             handle.result()
         pipe._model.client._broken = None
         handle = pipe.save_checkpoint(tmp_path)
-        pipe._model._end()
+        closing.end(pipe._model)
         with pytest.raises(rp.CheckpointError, match=r"closed before its step|before it failed"):
             handle.result()
         assert os.listdir(tmp_path) == []

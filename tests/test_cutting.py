@@ -271,7 +271,7 @@ def test_the_optimizers_state_after_closing(session: PausedSession, monkeypatch:
 
     (state,) = trained().state_dict()["state"].values()
     assert state["momentum_buffer"] == 3.0
-    monkeypatch.setattr("rpruntime.model.KEPT_STATE_FACTOR", 10**18)  # no room
+    monkeypatch.setattr("rpruntime.closing.KEPT_STATE_FACTOR", 10**18)  # no room
     with pytest.raises(rp.RoundPipeError, match=r"before pipe\.close\(\)"):
         trained().state_dict()
     model = nn.Sequential(Times())

@@ -1,0 +1,116 @@
+"""The end of a model: what was issued is finished or given up, and everything it holds is let go."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING
+
+from rpruntime.control import events as ev
+from rpruntime.errors import RoundPipeError
+from rpruntime.script_optimizer import fill_state, unpatch_optimizer
+from rpruntime.store.layout import optimizer_layout
+from rpruntime.store.limits import read_host_memory
+
+if TYPE_CHECKING:
+    from rpruntime.model import Model
+
+log = logging.getLogger(__name__)
+
+ABANDON_TIMEOUT_S = 10.0
+"""How long a model that is being closed waits for work that it has cancelled."""
+KEPT_STATE_FACTOR = 4
+"""`close` takes the optimizer's state over where the host has room for so many fp32 copies of the parameters."""
+
+
+def close(model: Model) -> None:
+    """End the model, not the session; the newest weights stay in the script's private memory.
+
+    Whatever it raises, the model is closed and the session has forgotten it.
+    """
+    try:
+        _come_to_rest(model)
+    finally:
+        end(model)
+
+
+def close_after_error(model: Model) -> None:
+    """Do the steps that were asked for, cancel the rest; without another exception: the script has one already."""
+    try:
+        model.books.failure = None
+        _abandon(model, sealed=False)
+        model.synchronize()
+        _keep_optimizer_state(model)
+    except Exception as err:
+        log.warning("closing pipe %s after an error: %s: %s", model.name, type(err).__name__, err)
+    finally:
+        with contextlib.suppress(Exception):
+            end(model)
+
+
+def _come_to_rest(model: Model) -> None:
+    """Wait for everything issued, and take what stays over."""
+    failure = None
+    try:
+        model.await_cancelled()
+        with model.client.lock:
+            missing = model.client.machine.missing_tasks(model.number)
+        if missing:
+            model.say("the last iteration lacks tasks: it is given up, with the gradients since the last step")
+            model.drop_open()
+        model.synchronize()
+        model.finish_open_calls()
+    except Exception as err:
+        if model.books.broken is not None or not hasattr(err, "rp_context"):
+            raise
+        failure = err
+        model.synchronize()  # the weights are those before the iteration that failed
+    _keep_optimizer_state(model)
+    if failure is not None:
+        raise failure
+
+
+def _keep_optimizer_state(model: Model) -> None:
+    """Into the script's optimizer, where its memory is no burden; else asking for it later is an error."""
+    if model.optimizer is None or _iteration(model) == 0:
+        return
+    wide = sum(optimizer_layout(unit)[1] for unit in model.layout.units if unit.trainable)
+    room = read_host_memory().available(model.client.session.config.get("host_memory"))[0]
+    if KEPT_STATE_FACTOR * wide < room:
+        fill_state(model.optimizer, model)
+        model.state_is_kept = True
+
+
+def _iteration(model: Model) -> int:
+    with model.client.lock:
+        return model.client.machine.iteration(model.number)
+
+
+def _abandon(model: Model, *, sealed: bool) -> None:
+    """Cancel what still runs (`sealed`: also what steps wait for); waits a while for who does not answer."""
+    model.client.do(ev.AbandonEvent(model.number, sealed))
+    model.client.wait(
+        lambda: not model.client.machine.is_cancelling(model.number), "the end of what ran", ABANDON_TIMEOUT_S
+    )
+
+
+def end(model: Model) -> None:
+    """Let go of everything, also where the session is gone."""
+    with contextlib.suppress(RoundPipeError):
+        _abandon(model, sealed=True)
+    try:
+        model.loan.end(model.weights.shown(everything=model.synchronized))
+    finally:
+        model.closed = True
+        if model.optimizer is not None:
+            unpatch_optimizer(model.optimizer, lost=_iteration(model) > 0 and not model.state_is_kept)
+        model.books.cancel_all(lambda: RoundPipeError("cancelled: the pipe was closed while this was running"))
+        model.figures.close()
+        try:
+            model.checkpoints.finish(ending=True)
+        finally:
+            with contextlib.suppress(RoundPipeError):  # the session is gone, and the model with it
+                model.client.do(ev.ModelRemovedEvent(model.number))
+            model.client.remove_listener(model.number)
+            if not model.client.machine.replaced_workers:  # else one that starts right now may be reading it
+                model.package.free()
