@@ -23,6 +23,8 @@ from rpruntime.progress import read_progress
 from rpruntime.status import Status, read, status_path
 from rpruntime.trace.spans import COPIES
 
+PLAIN_WIDTH = 120
+"""At least, where the output is no terminal."""
 RATE_WINDOW_S = 0.5
 """Between two looks of `--once`, for the rates of copies."""
 
@@ -138,7 +140,10 @@ def _print(found: dict[str, Any]) -> None:
 
     from launcher.top_screen import screen
 
-    Console(highlight=False).print(screen(found))
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, PLAIN_WIDTH)
+    console.print(screen(found))
 
 
 def _live(watch: Watch, interval_s: float) -> None:

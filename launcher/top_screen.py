@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from rpruntime.trace.spans import COPIES
+
 _STALE_S = 30.0
-_SHORT = {"weights up": "W up", "activations up": "A up", "activations down": "A down", "gradients down": "G down"}
 
 
 def screen(found: dict[str, Any]) -> RenderableType:
     """All of it."""
-    parts: list[RenderableType] = [_title(found), _devices(found)]
+    parts: list[RenderableType] = [_title(found), Text(""), _devices(found), Text(""), _copies(found)]
     for model in found["models"]:
         parts += [Text(""), *_model(model)]
     if found["memory"]:
@@ -37,11 +39,8 @@ def _title(found: dict[str, Any]) -> Text:
 
 
 def _devices(found: dict[str, Any]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("device", "stage", "now", "computes", "waits", "memory", *_SHORT.values()):
-        table.add_column(name, justify="left" if name in ("device", "stage", "now") else "right", no_wrap=True)
+    table = _table("device", "stage", "now", right=("computes", "waits", "memory"))
     for row in found["devices"]:
-        rates = row["copies_bytes_per_s"]
         table.add_row(
             row["device"] + (f" (process {row['incarnation']})" if row["incarnation"] > 1 else ""),
             _stage(row),
@@ -49,8 +48,24 @@ def _devices(found: dict[str, Any]) -> Table:
             _percent(row["utilisation"]) + ("" if row["gpu"] is None else f" ({row['gpu']['utilisation']:.0%})"),
             "-" if row["waiting_ms"] is None else _ms(row["waiting_ms"]),
             _memory(row),
-            *("-" if rates is None else _rate(rates[stream]) for stream in _SHORT),
         )
+    return table
+
+
+def _copies(found: dict[str, Any]) -> Table:
+    table = _table("copies", right=COPIES)
+    for row in found["devices"]:
+        rates = row["copies_bytes_per_s"]
+        table.add_row(row["device"], *("-" if rates is None else _rate(rates[stream]) for stream in COPIES))
+    return table
+
+
+def _table(*left: str, right: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in left:
+        table.add_column(name, no_wrap=True)
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 
