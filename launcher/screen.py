@@ -66,7 +66,7 @@ def hold_standard_descriptors() -> None:
 def session_line(version: str, name: str, log_dir: str) -> str:
     """The first line."""
     short = ".".join(version.split(".")[:2])
-    return f"rpruntime {short}  session {name}   watch: rpctl status {name}   logs: {log_dir}/"
+    return f"rpruntime {short}  session {name}   watch: rpctl top {name}   logs: {log_dir}/"
 
 
 def devices_line(devices: tuple[Device, ...], memory: HostMemory) -> str:

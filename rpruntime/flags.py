@@ -256,7 +256,7 @@ def help_text() -> str:
         f"  {'--dry-run, --version, -h/--help':<34}",
         "",
         "exit code: the script's; 128+n if signal n ended it; 130 after Ctrl-C; 1 if devices cannot be had;",
-        "           2 for a wrong command line or a missing script.  Watch: rpctl status, rpctl logs ROLE",
+        "           2 for a wrong command line or a missing script.  Watch: rpctl top, rpctl logs -f",
     ]
     return "\n".join(line.rstrip() for line in lines)
 

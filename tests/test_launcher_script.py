@@ -150,7 +150,7 @@ def test_first_lines_and_quiet(tmp_path: Path) -> None:
         assert run.wait() == 0
         first, second = run.err.splitlines()
         assert re.fullmatch(
-            r"rpruntime 0\.1  session (\S+)   watch: rpctl status \1   logs: /tmp/rpruntime-\d+/\1/", first
+            r"rpruntime 0\.1  session (\S+)   watch: rpctl top \1   logs: /tmp/rpruntime-\d+/\1/", first
         )
         assert re.fullmatch(
             r"devices  cpu:0, cpu:1 \| host .* GiB.*, shared memory .* free, memlock .*, \d+ cores", second
