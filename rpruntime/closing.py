@@ -11,6 +11,7 @@ from rpruntime.errors import RoundPipeError
 from rpruntime.script_optimizer import fill_state, unpatch_optimizer
 from rpruntime.store.layout import optimizer_layout
 from rpruntime.store.limits import read_host_memory
+from rpruntime.terminal import saying
 
 if TYPE_CHECKING:
     from rpruntime.model import Model
@@ -28,10 +29,11 @@ def close(model: Model) -> None:
 
     Whatever it raises, the model is closed and the session has forgotten it.
     """
-    try:
-        _come_to_rest(model)
-    finally:
-        end(model)
+    with saying("the pipe is closing: last steps, then the weights", quiet=model._quiet):
+        try:
+            _come_to_rest(model)
+        finally:
+            end(model)
 
 
 def close_after_error(model: Model) -> None:

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from rpruntime.errors import RoundPipeError
 from rpruntime.meter import Account, Meter
 from rpruntime.progress import ProgressPage, progress_path
-from rpruntime.terminal import say
+from rpruntime.terminal import SAY_INTERVAL_S, say
 from rpruntime.trace.recording import Recording
-from rpruntime.wire.messages import CancelMsg, RoleReadyMsg, TraceMsg, TraceSpansMsg
+from rpruntime.wire.messages import CancelMsg, RoleReadyMsg, TaskMsg, TraceMsg, TraceSpansMsg
 
 if TYPE_CHECKING:
     from rpruntime.client import Client
@@ -48,6 +48,16 @@ class ModelFigures:
     plan: str = ""
 
 
+@dataclass
+class _FirstStep:
+    """How far a model's first step is."""
+
+    sent: int = 0
+    """Tasks handed out."""
+    began_s: float = field(default_factory=time.monotonic)
+    told_s: float = field(default_factory=time.monotonic)
+
+
 class Observer:
     """Of one client; the client's lock is held in every call."""
 
@@ -56,6 +66,8 @@ class Observer:
         session = client.session
         self.meter = Meter(session.worker_roles)
         self.models: dict[int, ModelFigures] = {}
+        self._first: dict[int, _FirstStep] = {}
+        """Models of which no step has finished."""
         self._recordings: list[Recording] = []
         self._writing: list[Recording] = []
         """Over, but their files may still be being written."""
@@ -83,6 +95,8 @@ class Observer:
     def sent(self, role: str, msg: Any) -> None:
         """A message goes out."""
         self.meter.sent(role, msg)
+        if isinstance(msg, TaskMsg) and msg.task.model in self._first:
+            self._first[msg.task.model].sent += 1
         if isinstance(msg, CancelMsg) and role == "optimizer":  # everybody gets it
             for recording in self._recordings:
                 recording.cancelled(msg.model, range(msg.first_call, msg.last_call + 1))
@@ -110,6 +124,7 @@ class Observer:
     def add_model(self, number: int, figures: ModelFigures) -> None:
         """A model has been loaded."""
         self.models[number] = figures
+        self._first[number] = _FirstStep()
         for recording in self._recordings:
             self._note_model(recording, number, figures)
         self._dirty = True
@@ -117,12 +132,14 @@ class Observer:
     def remove_model(self, number: int) -> None:
         """A model has been unloaded."""
         self.models.pop(number, None)
+        self._first.pop(number, None)
         for recording in [r for r in self._recordings if r.steps is not None and r.steps[0] == number]:
             self.end(recording)
         self._dirty = True
 
     def step_finished(self, number: int, iteration: int) -> Account | None:
         """A step is done; `iteration` counts the steps of the whole training. Returns the newest account."""
+        self._first.pop(number, None)
         figures = self.models.get(number)
         found = self.meter.step_finished(number, iteration, asynchronous=figures is not None and figures.asynchronous)
         if figures is not None and found is not None:
@@ -178,13 +195,26 @@ class Observer:
     # --- the page
 
     def tick(self) -> None:
-        """Bring the page up to date, now and then."""
+        """Bring the page up to date, now and then, and say that a first step takes long."""
+        self._say_first_steps()
         if self._page is None or not self._dirty:
             return
         now = time.monotonic()
         if now - self._written_s < PAGE_INTERVAL_S:
             return
         self._write_page(now)
+
+    def _say_first_steps(self) -> None:
+        """Memory is reserved, mapped and pinned on its way, which takes long with a large model."""
+        now = time.monotonic()
+        for number, first in self._first.items():
+            left = sum(info.task.model == number for info in self.meter.slots.values()) if first.sent else 0
+            if not left:
+                first.began_s = first.told_s = now
+            elif now - first.told_s > SAY_INTERVAL_S:
+                first.told_s = now
+                done = first.sent - left
+                self._tell(f"the first step ... {done} of {first.sent} stages, {now - first.began_s:.0f} s")
 
     def _write_page(self, now: float) -> None:
         assert self._page is not None

@@ -25,6 +25,7 @@ from rpruntime.models.parts import is_causal_lm
 from rpruntime.preparing import prepare
 from rpruntime.results import EvalResult, Loss, StepInfo
 from rpruntime.schedule.plan import ExecutionPlan
+from rpruntime.terminal import saying
 from rpruntime.trace.handle import Trace
 from rpruntime.tuning import Tuner
 
@@ -404,7 +405,8 @@ class RoundPipe:
         """
         if not self._model.closed:
             self.synchronize()
-        saving.save(self.model, folder, dtype=dtype, merge_adapters=merge_adapters)
+        with saying(f"writing {os.fspath(folder)}", quiet=self._model._quiet):
+            saving.save(self.model, folder, dtype=dtype, merge_adapters=merge_adapters)
 
     def close(self) -> None:
         """End the pipe, not the session; the newest weights stay in the script's private memory.

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
+import time
 import warnings
+from collections.abc import Iterator
 
 _HERE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 
@@ -15,6 +18,34 @@ def say(line: str) -> None:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(line + "\n")  # as one piece: the launcher writes to the same terminal
         sys.stderr.flush()
+
+
+SAY_INTERVAL_S = 1.9
+"""Between two lines about something that takes long."""
+
+
+@contextlib.contextmanager
+def saying(what: str, *, quiet: bool) -> Iterator[None]:
+    """Say every two seconds that what happens in the block is still going on."""
+    over = threading.Event()
+    began = time.monotonic()
+
+    def run() -> None:
+        while not over.wait(SAY_INTERVAL_S):
+            say(f"rpruntime: {what} ... {time.monotonic() - began:.0f} s")
+
+    thread = threading.Thread(target=run, name="rpruntime-saying", daemon=True)
+    started = False
+    if not quiet:
+        with contextlib.suppress(RuntimeError):  # at Python's end, when no thread can be started any more
+            thread.start()
+            started = True
+    try:
+        yield
+    finally:
+        over.set()
+        if started:
+            thread.join()
 
 
 def warn(message: str) -> None:
