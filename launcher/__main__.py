@@ -1,4 +1,5 @@
-"""`python -m launcher`: rplaunch, or with `--watch-pid` the launcher of a script under plain python.
+"""`python -m launcher`: rplaunch, with `--watch-pid` the launcher of a script under plain python, with `--serve` one
+of a session without script.
 
 `rpruntime.session` runs this file by its path, so that no `launcher` in the user's folder stands in for it.
 """
@@ -18,6 +19,10 @@ if "--watch-pid" in sys.argv[1:2]:
     from launcher.serve import main as serve
 
     sys.exit(serve(sys.argv[1:]))
+elif "--serve" in sys.argv[1:2]:
+    from launcher.serving import serve_detached
+
+    sys.exit(serve_detached(sys.argv[2:]))
 else:
     from launcher.rplaunch import main
 

@@ -9,6 +9,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import os
 import select
 import signal
 import time
@@ -22,9 +25,10 @@ from launcher.plan import Plan
 from launcher.restarts import Deaths, Follows, Lost, Restart, Retire, died_msg
 from launcher.screen import LogFollower, Screen, WaitNotice
 from launcher.session import SessionFolder
+from launcher.succession import RESET_TIMEOUT_S, Holder, Succession
 from launcher.supervisor import Supervisor
 from launcher.wakeup import Wakeup
-from rpruntime.process import EXIT_START_FAILED, start_time
+from rpruntime.process import EXIT_START_FAILED, open_pidfd, start_time
 from rpruntime.store.segments import SegmentServer, remove_stale_names
 from rpruntime.wire.mailbox import Mailbox, new_keys
 from rpruntime.wire.messages import (
@@ -39,6 +43,7 @@ from rpruntime.wire.messages import (
     ShutdownMsg,
     StartFailedMsg,
 )
+from rpruntime.wire.succession import ControllerGoneMsg, DetachMsg, ResetDoneMsg, ResetMsg, SettledMsg
 
 _TICK_S = 0.2
 _REASON_WAIT_S = 0.5
@@ -66,8 +71,13 @@ class Launcher:
         self._deaths = Deaths(plan.config["max_restarts"])
         self._hangs = HangWatch(plan.config["hang_timeout"])
         self._follower = LogFollower(screen)
-        # The controller's (pid, start time) while one is attached.
-        self._controller: tuple[int, int | None] | None = None
+        self._succession = Succession()
+        self._controller_fd = -1
+        """Readable when the controller's process has ended; -1: none is attached, or the kernel has no such thing."""
+        self._waiting: AttachMsg | None = None
+        """Who wants the controller's place as soon as everybody has been reset."""
+        self._late: set[str] = set()
+        """Roles that became ready after a controller had gone and have not answered their reset."""
         # Why a process could not start, in its own words, by role and incarnation.
         self._failed_reasons: dict[tuple[str, int], str] = {}
         self.shutdown_asked = False
@@ -87,7 +97,8 @@ class Launcher:
     def turn(self, extra_fds: tuple[int, ...] = (), timeout_s: float = _TICK_S) -> set[int]:
         """One round of the loop; returns those of `extra_fds` that are readable."""
         assert self._mailbox is not None
-        watched = [self._wakeup.read_fd, self._mailbox.fileno(), *extra_fds]
+        own = (self._controller_fd,) if self._controller_fd >= 0 else ()
+        watched = [self._wakeup.read_fd, self._mailbox.fileno(), *own, *extra_fds]
         # The mailbox's descriptor tells of changes only: what came in between is read first.
         self._read_mail()
         try:
@@ -99,6 +110,7 @@ class Launcher:
         for ended in self._supervisor.reap():
             self._on_ended(ended)
         if not self._supervisor.stopping:
+            self._watch_controller(ended=self._controller_fd in readable)
             self._notice.tick(time.monotonic(), self._supervisor.unready(replacements=False))
             self._replacement_notice.tick(time.monotonic(), self._supervisor.unready(replacements=True))
             if self._hangs.is_due():
@@ -165,13 +177,21 @@ class Launcher:
             ready = None if refused else self._supervisor.on_ready(msg.role, msg.incarnation, msg.info)
             if ready is not None:
                 self._save()
-                self._tell_controller(RoleReadyMsg(ready.role, ready.incarnation, ready.info))
+                self._on_ready(ready)
         elif isinstance(msg, StartFailedMsg):
             self._failed_reasons[msg.role, msg.incarnation] = msg.reason
         elif isinstance(msg, AttachMsg):
             self._on_attach(msg)
         elif isinstance(msg, ShutdownMsg):
             self.shutdown_asked = True
+        elif isinstance(msg, DetachMsg):
+            if self._succession.holder is not None and self._succession.holder.incarnation == msg.incarnation:
+                self._on_controller_gone()
+        elif isinstance(msg, SettledMsg):
+            if self._succession.phase == "settling" and msg.incarnation == self._succession.floor - 1:
+                self._begin_reset()
+        elif isinstance(msg, ResetDoneMsg):
+            self._on_reset_done(msg)
 
     def _refuse(self, msg: HelloMsg) -> None:
         """End a child of another version: it may not understand that it is to end, and would say that it is ready."""
@@ -182,25 +202,115 @@ class Launcher:
 
     def _on_attach(self, msg: AttachMsg) -> None:
         assert self._mailbox is not None
-        holder = self._controller
         if msg.protocol != PROTOCOL_VERSION:
             self._mailbox.send("controller", RefusedMsg(_protocol_reason(msg.protocol)))
             return
-        if holder is not None and holder[0] != msg.pid and start_time(holder[0]) == holder[1]:
-            reason = f"session {self.folder.name} is used by process {holder[0]}; one controller at a time"
-            self._mailbox.send("controller", RefusedMsg(reason))
+        holder = self._succession.holder
+        if holder is not None and holder.incarnation == msg.incarnation:
+            self._greet()
             return
-        self._controller = (msg.pid, start_time(msg.pid))
-        ready = {r: p.info for r, p in self._supervisor.procs.items() if isinstance(p, ReadyProc)}
+        if holder is not None:  # it has let go of its lock, so it has ended or detached
+            self._on_controller_gone()
+        self._waiting = msg
+        self._let_in()
+
+    def _let_in(self) -> None:
+        """Who waits for the controller's place gets it, if everybody has been reset."""
+        msg, succession = self._waiting, self._succession
+        if msg is None or succession.phase != "clean" or self._mailbox is None:
+            return
+        self._waiting = None
+        succession.attach(Holder(msg.incarnation, msg.pid, start_time(msg.pid), tuple(msg.argv), time.time()))
+        with contextlib.suppress(ProcessLookupError):
+            self._controller_fd = open_pidfd(msg.pid)
+        self._greet()
+        self._save()
+
+    def _greet(self) -> None:
+        """Tell the controller that the place is its own, and who is there."""
+        assert self._mailbox is not None
+        procs = self._supervisor.procs
+        ready = {r: p.info for r, p in procs.items() if isinstance(p, ReadyProc) and r not in self._late}
         names = tuple(device.name for device in self._plan.devices)
-        self._mailbox.send("controller", AttachedMsg(self.folder.name, names, ready, self.folder.config))
-        for role, proc in self._supervisor.procs.items():
-            if proc.incarnation > 1:  # it has to write to the present process
+        known, retired = self._succession.known, self._succession.retired
+        self._mailbox.send(
+            "controller", AttachedMsg(self.folder.name, names, ready, self.folder.config, dict(known), retired)
+        )
+        for role, proc in procs.items():
+            if proc.incarnation > known.get(role, 1):  # everybody has to be told to write to the present process
                 self._tell_controller(RoleDiedMsg(role, proc.incarnation - 1, 0, "died earlier", restarts=True))
-                if isinstance(proc, ReadyProc):
+                if isinstance(proc, ReadyProc) and role not in self._late:
                     self._tell_controller(RoleReadyMsg(role, proc.incarnation, proc.info))
         for died in self._deaths.messages():
-            self._tell_controller(died)
+            if died.role not in retired:
+                self._tell_controller(died)
+
+    def _on_ready(self, proc: ReadyProc) -> None:
+        """A process takes work; one that started while controllers changed is told of it first."""
+        succession = self._succession
+        if succession.phase == "clean" and not succession.known:
+            self._tell_controller(RoleReadyMsg(proc.role, proc.incarnation, proc.info))
+            return
+        self._late.add(proc.role)
+        if succession.phase == "resetting":
+            succession.waits_for.add(proc.role)
+        if succession.phase != "settling":  # else it is told with the others
+            self._tell_to_reset(proc.role)
+
+    def _tell_to_reset(self, role: str) -> None:
+        assert self._mailbox is not None
+        succession = self._succession
+        roles = {r: p.incarnation for r, p in self._supervisor.procs.items() if p.device is not None}
+        self._mailbox.send(role, ResetMsg(succession.floor, roles, succession.retired))
+
+    def _watch_controller(self, *, ended: bool) -> None:
+        """Notice the controller's end, and let a reset go on."""
+        succession = self._succession
+        holder = succession.holder
+        if holder is not None and (ended or (self._controller_fd < 0 and start_time(holder.pid) != holder.start_time)):
+            self._on_controller_gone()
+        if succession.phase == "settling":
+            procs = self._supervisor.procs.values()
+            pages = [p for p in procs if p.device is not None and isinstance(p, ReadyProc)]
+            if succession.is_stuck(self._supervisor.status_of(proc) for proc in pages):
+                self._begin_reset()
+        for role in succession.overdue():
+            self._supervisor.kill(role, f"it did not let go of its work within {RESET_TIMEOUT_S:g} s")
+
+    def _on_controller_gone(self) -> None:
+        assert self._mailbox is not None
+        if self._controller_fd >= 0:
+            os.close(self._controller_fd)
+            self._controller_fd = -1
+        left = self._succession.leave()
+        self._mailbox.send("optimizer", ControllerGoneMsg(left.incarnation))
+        self._save()
+
+    def _begin_reset(self) -> None:
+        procs = self._supervisor.procs
+        ready = [role for role, proc in procs.items() if isinstance(proc, ReadyProc)]
+        present = {role: proc.incarnation for role, proc in procs.items() if proc.device is not None}
+        retired = [role for role, _ in self._plan.roles if role not in procs and role != "optimizer"]
+        self._succession.begin_reset(ready, present, retired)
+        for role in ready:
+            self._tell_to_reset(role)
+
+    def _on_reset_done(self, msg: ResetDoneMsg) -> None:
+        if msg.role in self._late and msg.incarnation == self._succession.floor:
+            self._late.discard(msg.role)
+            proc = self._supervisor.procs.get(msg.role)
+            if isinstance(proc, ReadyProc):
+                self._tell_controller(RoleReadyMsg(proc.role, proc.incarnation, proc.info))
+        if msg.incarnation == self._succession.floor and self._succession.answered(msg.role):
+            self._after_reset()
+
+    def _after_reset(self) -> None:
+        """Memory of everybody who is no more goes, and the next controller comes."""
+        assert self._segments is not None
+        living = {f"{role}.{proc.incarnation}" for role, proc in self._supervisor.procs.items()}
+        for owner in set(self._segments.segments().values()) - living:
+            self._segments.release_owner(owner)
+        self._let_in()
 
     def _on_ended(self, ended: Ended) -> None:
         if ended.expected:
@@ -211,6 +321,9 @@ class Launcher:
             follows = self._restart(ended, follows)
         note_end(ended.log_file, f"{ended.who} ended: {ended.reason}")
         self._deaths.note(ended, follows)
+        self._late.discard(ended.role)
+        if self._succession.answered(ended.role):
+            self._after_reset()
         self._save()
         others = any(proc.device is not None for proc in self._supervisor.procs.values())
         self._screen.warn(f"rpruntime: {self._deaths.line(ended, follows, others=others)}")
@@ -257,7 +370,7 @@ class Launcher:
                 self._screen.warn(f"rpruntime: {verdict.text}")
 
     def _tell_controller(self, msg: Any) -> None:
-        if self._controller is not None and self._mailbox is not None:
+        if self._succession.holder is not None and self._mailbox is not None:
             self._mailbox.send("controller", msg)
 
     def _save(self) -> None:
@@ -271,6 +384,8 @@ class Launcher:
             for role, proc in self._supervisor.procs.items()
         }
         self.folder.roles.update(self._deaths.rows())
+        holder = self._succession.holder
+        self.folder.controller = None if holder is None else dataclasses.asdict(holder)
         self.folder.save()
 
 

@@ -12,8 +12,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import rpruntime
 from launcher import planning
@@ -24,20 +22,22 @@ from launcher.choosing import take_flags as _flags
 from launcher.doctor import doctor
 from launcher.logs import logs
 from launcher.screen import write
+from launcher.serving import serve
 from launcher.session import base_candidates, clean_sessions, list_sessions, read_session
+from launcher.status import status
 from launcher.top import top
 from launcher.tracing import trace
 from rpruntime.checkpoint_files import list_checkpoints
 from rpruntime.errors import RoundPipeError
 from rpruntime.process import open_pidfd, start_time
 
-_LATER = ("serve",)
 _STOP_TIMEOUT_S = 30.0
 _USAGE = """usage: rpctl COMMAND [arguments]
 
   rpctl status [NAME] [--json]   sessions that run, and their processes
   rpctl top [NAME] [--once] [--json]   what a session is doing, live
   rpctl logs [NAME] [ROLE] [-f]  a session's logs, of one process or the end of each; -f follows
+  rpctl serve [--detach] [FLAGS] a session without a script, for rp.init(name=...); FLAGS as of rplaunch
   rpctl stop NAME                end a session (under rplaunch: SIGTERM to the script)
   rpctl clean [--logs]           remove what dead sessions left; their logs too with --logs
   rpctl checkpoint FOLDER [--json]   checkpoints in a folder: step, size, date, complete or not
@@ -48,13 +48,15 @@ _USAGE = """usage: rpctl COMMAND [arguments]
 
   rpctl --version
 
-NAME may be left out where there is one session. Come later: """ + ", ".join(_LATER)
+NAME may be left out where there is one session."""
 
 _HELP = {
     "status": "NAME: only this session. --json: for programs.",
     "logs": "ROLE: controller (the script), optimizer, worker-0, or a device as cuda:0; its whole log. Without it\n"
     "the last lines of each. -f: goes on with what comes, until the session ends or Ctrl-C.\n"
     "Without NAME the session that runs; if none does, the newest that has logs.",
+    "serve": "Prints its name when it is ready; ends with Ctrl-C or rpctl stop. Scripts come and go, models stay.\n"
+    "--detach: goes on in the background. FLAGS: rplaunch --help.",
     "stop": "Under rplaunch the script gets SIGTERM and --shutdown-timeout seconds; else the session's processes end\n"
     "and the script gets SessionLost. Waits for the end.",
     "checkpoint": "Oldest first; load_checkpoint takes the newest complete one. --json: for programs.",
@@ -69,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
         print(_USAGE)
         return 0 if words else 2
     commands: dict[str, Callable[[list[str]], int]] = {
-        "status": _status, "logs": logs, "stop": _stop, "clean": _clean,
+        "status": status, "serve": serve, "logs": logs, "stop": _stop, "clean": _clean,
         "checkpoint": _checkpoint, "doctor": doctor, "top": top, "trace": trace,
         "plan": planning.plan, "simulate": planning.simulate_schedules,
     }  # fmt: skip
@@ -100,8 +102,6 @@ def _run(commands: dict[str, Callable[[list[str]], int]], command: str, rest: li
         if command == "--version":
             print(f"rpruntime {rpruntime.__version__}")
             return 0
-        if command in _LATER:
-            raise _Refused(f"{command} comes later", 2)
         if command not in commands:
             raise _Refused(f"there is no command {command}, see rpctl --help", 2)
         if command in _HELP and any(word in ("-h", "--help") for word in rest):
@@ -145,43 +145,6 @@ def _checkpoint(words: list[str]) -> int:
         size = f"{entry.nbytes / 2**20:.1f} MiB"
         print(f"{entry.step:>9}  {size:>11}  {date}  {entry.path.name}{entry.reason and f'  {entry.reason}'}")
     return 0
-
-
-def _status(words: list[str]) -> int:
-    given, names = _flags(words, ("--json",))
-    running = _running()
-    chosen = [_choose(names[0], running)] if names else running
-    rows = [row for path in chosen if (row := _describe(path)) is not None]
-    if "--json" in given:
-        print(json.dumps(rows, indent=1))
-        return 0
-    if not rows:
-        print("no session is running")
-    for row in rows:
-        pids = f"launcher {row['launcher_pid']}, script {row['script_pid']}"
-        print(f"{row['name']}   {pids}   logs: {row['log_dir']}/")
-        for role in row["roles"]:
-            state = role["state"] + (f": {role['reason']}" if role.get("reason") else "")
-            nth = f" (process {role['incarnation']})" if role["incarnation"] > 1 else ""
-            print(f"  {role['role']:<12} {role['device']:<8} pid {role['pid']:<8} {state}{nth}")
-    return 0
-
-
-def _describe(path: Path) -> dict[str, Any] | None:
-    """What may be shown of a session: neither keys nor token."""
-    body = read_session(path)
-    if body is None:
-        return None
-    return {
-        "name": body["name"],
-        "folder": body["folder"],
-        "log_dir": body["config"]["log_dir"],
-        "launcher_pid": body["launcher"]["pid"],
-        "script_pid": body["script"].get("pid"),
-        "argv": body["script"].get("argv", []),
-        "devices": body["config"]["devices"],
-        "roles": [{"role": role, **found} for role, found in body["roles"].items()],
-    }
 
 
 def _stop(words: list[str]) -> int:

@@ -101,6 +101,9 @@ class SessionFolder:
     config: dict[str, Any]
     script: dict[str, Any]
     roles: dict[str, dict[str, Any]] = field(default_factory=dict)
+    controller: dict[str, Any] | None = None
+    """Who is attached."""
+    began: float = field(default_factory=time.time)
     _lock_fd: int = -1
 
     @property
@@ -120,6 +123,8 @@ class SessionFolder:
             "token": self.token,
             "config": self.config,
             "roles": self.roles,
+            "controller": self.controller,
+            "began": self.began,
             "written": time.time(),
         }
         draft = self.path / ".session.json.new"
@@ -152,7 +157,7 @@ def create_session(base: Path, name: str | None, config: dict[str, Any], script:
         log_dir = Path(config["log_dir"]).absolute() / path.name if config.get("log_dir") else path
         log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = SessionFolder(
-            path, ("", ""), secrets.token_hex(16), {**config, "log_dir": str(log_dir)}, script, {}, lock_fd
+            path, ("", ""), secrets.token_hex(16), {**config, "log_dir": str(log_dir)}, script, _lock_fd=lock_fd
         )
         folder.save()
         return folder

@@ -30,7 +30,7 @@ from launcher.ends import OomCounter, describe_end, last_lines
 from launcher.hangs import Process, Sighting
 from launcher.procstat import exiting_code, is_stopped
 from launcher.session import SessionFolder
-from rpruntime.status import read, status_path
+from rpruntime.status import Status, read, status_path
 from rpruntime.wire.mailbox import socket_path
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -149,6 +149,10 @@ class Supervisor:
             starting = not is_ready and proc.incarnation > 1
             found[role, proc.incarnation] = Sighting(proc.who, is_stopped(proc.popen.pid), status, starting)
         return found
+
+    def status_of(self, proc: Proc) -> Status | None:
+        """A worker's status page."""
+        return read(self._status_path(proc))
 
     def kill(self, role: str, reason: str) -> None:
         """SIGKILL a child; `reason` is why it has ended then."""

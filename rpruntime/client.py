@@ -52,6 +52,8 @@ log = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 0.5
 POLL_S = 0.1
+NUMBERS_A_CONTROLLER = 10**9
+"""Calls and slots of one controller of a session: their numbers are never used again."""
 Listener = Callable[[Any], None]
 _FOR_LISTENERS = (
     ModelAllocatedMsg, ModelReadyMsg, StateMsg, RoleFailedMsg, SnapshotBegunMsg, SnapshotFailedMsg, RestoredMsg,
@@ -70,7 +72,8 @@ class Client:
 
     def __init__(self, session: Any) -> None:
         self.session = session
-        owner = "controller.1"
+        owner = getattr(session, "owner", "controller.1")
+        first = (getattr(session, "incarnation", 1) - 1) * NUMBERS_A_CONTROLLER
         self.store = Store(session.segments)
         self.arena = Arena(owner, session.segments, self.store)
         self.slabs = Slabs(owner, session.segments, lambda segment: self.store.forget_all((segment,)))
@@ -81,11 +84,14 @@ class Client:
             owner,
             max_task_failures=int(session.config.get("max_task_failures", MAX_TASK_FAILURES)),
             check=os.environ.get("RPRUNTIME_DEBUG") == "1",
+            first_slot=first + 1,
+            incarnations=getattr(session, "incarnations", None),
+            retired=getattr(session, "retired", ()),
         )
         record(self._machine, "controller")
         self._listeners: dict[int, Listener] = {}
         self._calls: dict[int, int] = {}
-        self._next_call = 0
+        self._next_call = first
         self.models: weakref.WeakValueDictionary[str, Model] = weakref.WeakValueDictionary()
         """The models that this program has loaded, by name."""
         self.checkpoints: dict[str, str] = {}

@@ -59,6 +59,7 @@ class InlineSession:
         self.folder: Path | None = None
         self.segments = PrivateSegments()
         self.under_rplaunch = False
+        self.served = False
         self.backlog: list[Any] = []
         count = int(config.get("workers", 1))
         self.worker_roles = tuple(f"worker-{index}" for index in range(count))

@@ -1,6 +1,7 @@
 """The script's side of a session: attach to the launcher's, or start a launcher for this process.
 
 rplaunch train.py    RPRUNTIME_SESSION names the folder: attach
+rp.init(name=...)    the name of a session that `rpctl serve` has started: attach, and detach at the end
 python train.py      start the launcher in a new session (it watches this process), then attach
 devices="inline"     no launcher, no child: everything in this process
 """
@@ -9,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -26,6 +26,7 @@ from rpruntime import flags as flags_table
 from rpruntime.errors import ConfigError, HostMemoryError, RoundPipeError, SessionLost, WorkerDied
 from rpruntime.logs import ControllerLog
 from rpruntime.process import open_pidfd, start_time
+from rpruntime.served import command, find_served, take_place
 from rpruntime.store.segments import SegmentClient
 from rpruntime.wire.mailbox import Mailbox
 from rpruntime.wire.messages import (
@@ -36,11 +37,13 @@ from rpruntime.wire.messages import (
     RoleReadyMsg,
     ShutdownMsg,
 )
+from rpruntime.wire.succession import DetachMsg
 
 log = logging.getLogger(__name__)
 
 SESSION_VARIABLE = "RPRUNTIME_SESSION"
-_ATTACH_TIMEOUT_S = 15.0
+_ATTACH_TIMEOUT_S = 120.0
+"""The controller before may have left a step that is being finished."""
 _START_TIMEOUT_S = 30.0
 _CLOSE_TIMEOUT_S = 8.0
 
@@ -61,7 +64,7 @@ def init(devices: str = _AUTO, *, name: str | None = None, **flags: Any) -> Sess
 
     Args:
         devices: auto, inline, cpu:N, cuda, cuda:0,1 or 0,1.
-        name: of the session.
+        name: of the session; that of a served one (`rpctl serve`) attaches to it.
         **flags: every flag of rplaunch with `_` for `-`.
 
     Returns:
@@ -76,6 +79,9 @@ def init(devices: str = _AUTO, *, name: str | None = None, **flags: Any) -> Sess
         _check_same(found, given, flags_table.BY_KEY)
         return found
     attached_to = os.environ.get(SESSION_VARIABLE)
+    served = None if attached_to or name is None else find_served(name)
+    if served is not None:
+        attached_to = str(served)
     if attached_to:
         session = _attach(Path(attached_to), None)
         _adopt(session)
@@ -118,6 +124,11 @@ def _check_same(session: Any, given: dict[str, Any], known: dict[str, Any]) -> N
         has = session.name if key == "name" else config.get("devices_flag" if key == "devices" else key)
         if has == value or (key == "devices" and _same_devices(value, config)):
             continue
+        if config.get("served"):
+            raise ConfigError(
+                f"rp.init({key}={value!r}) conflicts with session {session.name}, which was served with {key} {has!r} "
+                f"(--{known[key].name} or {known[key].variable}): change one of the two"
+            )
         if under_rplaunch:
             raise ConfigError(
                 f"rp.init({key}={value!r}) conflicts with rplaunch, which has {key} {has!r} "
@@ -251,25 +262,34 @@ class Session:
             raise SessionLost(f"the launcher of session {self.name} is gone") from err
         self._launcher = (launcher["pid"], launcher["start_time"])
         try:
-            self._lock_fd = _take_controller_place(folder)
+            self._place = take_place(folder)
         except BaseException:
             self._close_launcher_fd()
             raise
         try:
-            self.segments = SegmentClient(folder, body["token"], owner="controller.1")
+            self.incarnation = self._place.incarnation
+            self.segments = SegmentClient(folder, body["token"], owner=self.owner)
             public, secret = body["keys"]
-            self.post = Mailbox(folder, "controller", 1, (public, secret))
+            self.post = Mailbox(folder, "controller", self.incarnation, (public, secret))
         except BaseException:
-            os.close(self._lock_fd)
+            self._place.leave()
             self._close_launcher_fd()
             raise
         try:
             attached = self._ask_for_place()
         except BaseException:
             self.post.close()
-            os.close(self._lock_fd)
+            self._place.leave()
             self._close_launcher_fd()
             raise
+        self.incarnations = dict(attached.incarnations)
+        """Of workers whose first process has died, as everybody knows."""
+        self.retired: tuple[str, ...] = tuple(attached.retired)
+        self._retired.update(self.retired)
+        for role, number in self.incarnations.items():
+            self.post.meet(role, number)
+        for role in self.retired:
+            self.post.retire(role)
         self.devices: tuple[str, ...] = tuple(attached.devices)
         self.config: dict[str, Any] = attached.config
         self.worker_roles: tuple[str, ...] = tuple(f"worker-{index}" for index in range(len(self.devices)))
@@ -277,7 +297,7 @@ class Session:
         atexit.register(self._at_exit)
 
     def _ask_for_place(self) -> AttachedMsg:
-        self.post.send("launcher", AttachMsg(os.getpid()))
+        self.post.send("launcher", AttachMsg(os.getpid(), incarnation=self.incarnation, argv=tuple(command())))
         deadline = time.monotonic() + _ATTACH_TIMEOUT_S
         attached = None
         while attached is None and time.monotonic() < deadline:
@@ -299,6 +319,16 @@ class Session:
     def roles(self) -> tuple[str, ...]:
         """All roles of the session's children."""
         return ("optimizer", *self.worker_roles)
+
+    @property
+    def owner(self) -> str:
+        """The name of what this process allocates."""
+        return f"controller.{self.incarnation}"
+
+    @property
+    def served(self) -> bool:
+        """Whether the session outlives this process: its models are detached at the end, not closed."""
+        return bool(self.config.get("served"))
 
     def launcher_alive(self) -> bool:
         """Whether the launcher runs."""
@@ -364,9 +394,12 @@ class Session:
         if process is not None and process.poll() is None:
             self.post.send("launcher", ShutdownMsg("the script closed the session"))
             self.post.flush(1.0)
+        elif process is None:
+            self.post.send("launcher", DetachMsg(self.incarnation))
+            self.post.flush(1.0)
         self.post.close()
         self.segments.close()
-        os.close(self._lock_fd)
+        self._place.leave()
         if process is not None:
             _end_process(process, _CLOSE_TIMEOUT_S)
         self._close_launcher_fd()
@@ -388,29 +421,6 @@ class Session:
 
     def __repr__(self) -> str:
         return f"<Session {self.name} on {', '.join(self.devices)}{', closed' if self.closed else ''}>"
-
-
-def _take_controller_place(folder: Path) -> int:
-    """Hold the controller's lock file; its content is our pid.
-
-    A record lock (`lockf`), as it belongs to the process: a forked child neither has it nor can drop it.
-
-    Raises:
-        ConfigError: another process has the place.
-    """
-    fd = os.open(folder / "controller.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as err:
-        holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "another process"
-        os.close(fd)
-        raise ConfigError(
-            f"session {folder.name} is used by process {holder}; one controller at a time "
-            f"(a script started by that process needs {SESSION_VARIABLE} unset to get a session of its own)"
-        ) from err
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    return fd
 
 
 def _end_process(process: subprocess.Popen[bytes], patience_s: float) -> None:

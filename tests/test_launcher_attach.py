@@ -291,14 +291,17 @@ def test_rpctl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_rpctl_words(capsys: pytest.CaptureFixture[str]) -> None:
+<<<<<<< HEAD
     assert rpctl.main(["serve"]) == 2
     assert capsys.readouterr().err == "rpctl: serve comes later\n"
+=======
+>>>>>>> 9c3cd63 (wip)
     assert rpctl.main(["nonsense"]) == 2
     assert rpctl.main([]) == 2
     assert rpctl.main(["status", "--nonsense"]) == 2
     assert rpctl.main(["--help"]) == 0
     capsys.readouterr()
-    for command in ("status", "logs", "stop", "clean"):
+    for command in ("status", "serve", "logs", "stop", "clean"):
         assert rpctl.main([command, "--help"]) == 0
         assert capsys.readouterr().out.startswith(f"usage: rpctl {command} ")
     assert rpctl.main(["--version"]) == 0

@@ -297,6 +297,8 @@ class SegmentServer:
             elif op == "give":
                 self.give(str(segment), owner)
                 send(peer, {"ok": True})
+            elif op == "held":
+                send(peer, {"ok": True, "held": self.held_bytes()})
             elif op == "list":
                 wanted = request.get("owner")
                 with self._lock:
@@ -378,6 +380,10 @@ class SegmentClient:
     def segments_of(self, owner: str) -> list[tuple[str, int]]:
         """(segment, bytes) of all that a process has made."""
         return [(str(name), int(nbytes)) for name, nbytes in self._request({"op": "list", "owner": owner})["segments"]]
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of all segments of the session, by owner."""
+        return {str(owner): int(nbytes) for owner, nbytes in self._request({"op": "held"})["held"].items()}
 
     def release_owner(self, owner: str) -> None:
         """Nobody will open the segments of a process again: the launcher drops them."""

@@ -61,10 +61,12 @@ class StartFailedMsg:
 @message
 @dataclass(frozen=True, slots=True)
 class AttachMsg:
-    """Controller to launcher: asks for the controller's place."""
+    """Controller to launcher: asks for the controller's place. `argv`: its command, for others who want it."""
 
     pid: int
     protocol: int = PROTOCOL_VERSION
+    incarnation: int = 1
+    argv: tuple[str, ...] = ()
 
 
 @message
@@ -76,6 +78,9 @@ class AttachedMsg:
     devices: tuple[str, ...]
     ready: dict[str, dict[str, Any]]
     config: dict[str, Any]
+    incarnations: dict[str, int] = field(default_factory=dict)
+    """Of the workers, as all processes have been told by a `ResetMsg`; others are their first."""
+    retired: tuple[str, ...] = ()
 
 
 @message

@@ -15,6 +15,7 @@ except OSError as err:
 start_heartbeat(page)
 child.log_lines.task = lambda: page.task
 
+import gc  # noqa: E402
 import logging  # noqa: E402
 import time  # noqa: E402
 
@@ -22,6 +23,8 @@ import torch  # noqa: E402
 
 from rpruntime.store.arena import Arena, Store  # noqa: E402
 from rpruntime.wire.messages import ShutdownMsg  # noqa: E402
+from rpruntime.wire.succession import ResetDoneMsg, ResetMsg  # noqa: E402
+from rpruntime.worker.memory import free_caches  # noqa: E402
 from rpruntime.worker.shell import WorkerShell  # noqa: E402
 from rpruntime.worker.transfers import CpuTransfers, CudaTransfers, Transfers  # noqa: E402
 
@@ -62,24 +65,49 @@ def main() -> None:
     store = Store(child.segments, pin, unpin)
     arena = Arena(f"{child.role}.{child.incarnation}", child.segments, store)
     peers = tuple(f"worker-{index}" for index in range(len(child.config["devices"])))
-    shell = WorkerShell(child.mailbox, arena, transfers, peers, device, status=page)
-    child.ready(info)
+    told = False
     try:
-        serve(shell)
+        while True:
+            shell = WorkerShell(child.mailbox, arena, transfers, peers, device, status=page)
+            if not told:
+                child.ready(info)
+                told = True
+            reset = serve(shell)
+            if reset is None:
+                break
+            del shell
+            let_go(arena, transfers)
+            peers = tuple(role for role in peers if role not in reset.retired)
+            child.mailbox.send("launcher", ResetDoneMsg(child.role, reset.incarnation))
     except Exception as err:  # the device is lost, or a defect of ours: this process cannot go on, another can
         log.exception("this worker ends")
         child.fail(f"{type(err).__name__}: {str(err).strip().splitlines()[0] if str(err).strip() else ''}")
     child.end()
 
 
-def serve(shell: WorkerShell) -> None:
-    """Until the launcher says stop."""
+def let_go(arena: Arena, transfers: Transfers) -> None:
+    """Forget all work: what is under way ends first, then the device's memory and the arena are free."""
+    if transfers.device.type == "cuda":
+        torch.cuda.synchronize()
+    gc.collect()  # modules and their gradients hang together in cycles
+    free_caches(transfers.device)
+    arena.clear()
+    page.at(0)
+    page.finishing(0)
+    page.set_busy(False)
+
+
+def serve(shell: WorkerShell) -> ResetMsg | None:
+    """Until the launcher says stop (None) or that another controller will come."""
     busy = False
     while True:
         wait = 0.0 if busy else (COPY_POLL_S if shell.is_waiting_for_copies else IDLE_WAIT_S)
         messages = child.mailbox.receive(wait)
         if any(isinstance(msg, ShutdownMsg) for msg in messages):
-            return
+            return None
+        reset = next((msg for msg in messages if isinstance(msg, ResetMsg)), None)
+        if reset is not None:
+            return reset
         busy = shell.step(messages)
 
 

@@ -16,6 +16,7 @@ child = start_child()
 
 from rpruntime.status import StatusPage, start_heartbeat, status_path  # noqa: E402
 from rpruntime.wire.messages import ShutdownMsg  # noqa: E402
+from rpruntime.wire.succession import ControllerGoneMsg, ResetDoneMsg, ResetMsg, SettledMsg  # noqa: E402
 
 log = logging.getLogger("fake")
 
@@ -84,6 +85,10 @@ def main() -> None:
                 log.info("asked to end: %s", msg.reason)
                 child.mailbox.close()
                 return
+            if isinstance(msg, ControllerGoneMsg):
+                child.mailbox.send("launcher", SettledMsg(msg.incarnation))
+            if isinstance(msg, ResetMsg):
+                child.mailbox.send("launcher", ResetDoneMsg(child.role, msg.incarnation))
 
 
 main()

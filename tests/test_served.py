@@ -1,0 +1,173 @@
+"""Sessions without a script (`rpctl serve`): scripts come and go, die and are followed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.succession import STUCK_S, Holder, Succession
+from rpruntime.status import Status
+from tests.launching import ROOT
+from tests.leaks import Watch, no_leaks, wait_until
+
+RPCTL = [sys.executable, "-m", "launcher.rpctl"]
+
+
+class Served:
+    """A served session and what runs on it."""
+
+    def __init__(self, watch: Watch, name: str, *flags: str) -> None:
+        self.watch, self.name = watch, name
+        done = self.rpctl("serve", "--detach", "--devices", "cpu:2", "--name", name, *flags)
+        assert done.returncode == 0 and done.stdout == f"{name}\n", done
+        self.folder = Path(f"/tmp/rpruntime-{os.getuid()}") / name
+        watch.folders.add(self.folder)
+        watch.launchers.add(json.loads((self.folder / "session.json").read_text())["launcher"]["pid"])
+
+    def environ(self) -> dict[str, str]:
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("RPRUNTIME_")}
+        return {**kept, "PYTHONPATH": str(ROOT), **self.watch.environ}
+
+    def rpctl(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*RPCTL, *words], env=self.environ(), cwd=ROOT, capture_output=True, text=True, timeout=90
+        )
+
+    def status(self) -> dict[str, Any]:
+        (row,) = json.loads(self.rpctl("status", self.name, "--json").stdout)
+        found: dict[str, Any] = row
+        return found
+
+    def start(self, script: str) -> subprocess.Popen[str]:
+        code = f"SESSION = {self.name!r}\n{script}"
+        return subprocess.Popen(
+            [sys.executable, "-c", code], env=self.environ(), cwd=ROOT, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def run(self, script: str) -> str:
+        process = self.start(script)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        return out
+
+    def stop(self) -> None:
+        done = self.rpctl("stop", self.name)
+        assert done.returncode == 0, done
+
+
+HOLD = """
+import rpruntime as rp, rpruntime.session
+session = rp.init(name=SESSION)
+session.wait_ready()
+print(session.incarnation, flush=True)
+input()
+"""
+
+
+def test_one_controller_at_a_time_and_a_dead_ones_place_is_free(tmp_path: Path) -> None:
+    with no_leaks() as watch:
+        served = Served(watch, "served-places")
+        try:
+            row = served.status()
+            assert row["served"] and row["controller"] is None and row["models"] == []
+            assert {role["state"] for role in row["roles"]} == {"ready"}
+            pids = {role["pid"] for role in row["roles"]}
+            first = served.start(HOLD)
+            assert first.stdout is not None
+            assert first.stdout.readline() == "1\n"
+            controller = served.status()["controller"]
+            assert controller["pid"] == first.pid and "-c" in controller["argv"]
+            second = served.start(HOLD)
+            _, err = second.communicate(timeout=60)
+            assert second.returncode == 1
+            assert f"is used by process {first.pid} (" in err and "since" in err
+            first.send_signal(signal.SIGKILL)
+            first.communicate(timeout=20)
+            third = served.start(HOLD)
+            assert third.stdout is not None
+            assert third.stdout.readline() == "2\n"
+            third.communicate("\n", timeout=60)
+            assert third.returncode == 0
+            wait_until(lambda: served.status()["controller"] is None, 20.0, "the place is free")
+            assert {role["pid"] for role in served.status()["roles"]} == pids
+            conflict = served.start('import rpruntime as rp\nrp.init("cpu:3", name=SESSION)')
+            _, err = conflict.communicate(timeout=60)
+            assert "conflicts with session served-places, which was served with devices 'cpu:2'" in err
+        finally:
+            served.stop()
+        assert not served.folder.exists() or not (served.folder / "session.json").exists()
+
+
+def test_serve_in_the_foreground_ends_with_an_interrupt() -> None:
+    with no_leaks() as watch:
+        environ = {key: value for key, value in os.environ.items() if not key.startswith("RPRUNTIME_")}
+        process = subprocess.Popen(
+            [*RPCTL, "serve", "--devices", "cpu:1", "--name", "served-front", "-q"],
+            env={**environ, "PYTHONPATH": str(ROOT), **watch.environ}, cwd=ROOT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        watch.started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "served-front\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+        assert process.returncode == 0, err
+
+
+def test_serve_says_what_it_cannot_do() -> None:
+    for words, sentence in (
+        (["serve", "train.py"], "serve takes no script, but 'train.py' was given"),
+        (["serve", "--detach", "--devices", "inline"], "they cannot be served"),
+        (["serve", "--nonsense"], "--nonsense"),
+    ):
+        done = subprocess.run([*RPCTL, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode != 0 and sentence in done.stderr, done
+
+
+# --- the succession, pure
+
+
+def held(clock: list[float]) -> Succession:
+    succession = Succession(clock=lambda: clock[0])
+    succession.attach(Holder(3, 100, 1, ("python",), 0.0))
+    return succession
+
+
+def test_a_successor_waits_for_every_answer() -> None:
+    succession = held([0.0])
+    assert succession.leave().incarnation == 3 and succession.floor == 4 and succession.phase == "settling"
+    succession.begin_reset(["optimizer", "worker-0", "worker-1"], {"worker-0": 1, "worker-1": 2}, [])
+    assert not succession.answered("worker-1") and not succession.answered("optimizer")
+    assert succession.answered("worker-0") and succession.phase == "clean"
+    succession.attach(Holder(4, 101, 1, ("python",), 0.0))
+
+
+def test_workers_that_do_not_answer_are_overdue_and_the_optimizer_is_not() -> None:
+    clock = [0.0]
+    succession = held(clock)
+    succession.leave()
+    succession.begin_reset(["optimizer", "worker-0"], {"worker-0": 1}, [])
+    assert succession.overdue() == []
+    clock[0] = 1000.0
+    assert succession.overdue() == ["worker-0"]
+    assert not succession.answered("worker-0")
+    assert succession.answered("optimizer")
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_sealed_step_is_given_up_when_all_workers_stand_still(busy: bool) -> None:
+    clock = [0.0]
+    succession = held(clock)
+    succession.leave()
+    assert not succession.is_stuck([Status(1, busy, 5)])
+    clock[0] = STUCK_S
+    assert succession.is_stuck([Status(1, busy, 5)]) == (not busy)
+    assert not succession.is_stuck([Status(1, busy, 6)]), "it moved"
