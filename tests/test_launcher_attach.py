@@ -291,11 +291,6 @@ def test_rpctl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_rpctl_words(capsys: pytest.CaptureFixture[str]) -> None:
-<<<<<<< HEAD
-    assert rpctl.main(["serve"]) == 2
-    assert capsys.readouterr().err == "rpctl: serve comes later\n"
-=======
->>>>>>> 9c3cd63 (wip)
     assert rpctl.main(["nonsense"]) == 2
     assert rpctl.main([]) == 2
     assert rpctl.main(["status", "--nonsense"]) == 2
