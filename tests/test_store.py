@@ -20,9 +20,12 @@ from rpruntime.worker.pinning import MAX_CHUNK_BYTES, chunks, pin_segment
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 3000), st.integers(0, 50)), max_size=60))
-def test_extents_never_overlap_and_freeing_all_leaves_one_run(actions):
-    allocator = Allocator()
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(0, 3000), st.integers(0, 50)), max_size=60),
+    st.sampled_from([64, 16, 24]),
+)
+def test_extents_never_overlap_nor_cross_a_span_and_freeing_all_leaves_whole_spans(actions, span):
+    allocator = Allocator(span * ALIGNMENT)
     for segment in ("a", "b"):
         allocator.add_segment(segment, 64 * ALIGNMENT)
     live: list[tuple[str, int, int]] = []
@@ -33,6 +36,7 @@ def test_extents_never_overlap_and_freeing_all_leaves_one_run(actions):
                 continue
             segment, offset = place
             assert offset % ALIGNMENT == 0 and offset + align(nbytes) <= 64 * ALIGNMENT
+            assert offset // (span * ALIGNMENT) == (offset + align(nbytes) - 1) // (span * ALIGNMENT)
             for other, start, size in live:
                 assert other != segment or start + size <= offset or offset + align(nbytes) <= start
             live.append((segment, offset, align(nbytes)))
@@ -42,8 +46,15 @@ def test_extents_never_overlap_and_freeing_all_leaves_one_run(actions):
         assert allocator.live_bytes == sum(size for _, _, size in live)
     for segment, offset, _ in live:
         allocator.free(segment, offset)
-    whole = [allocator.allocate(64 * ALIGNMENT) for _ in range(2)]
-    assert sorted(place for place in whole if place) == [("a", 0), ("b", 0)]
+    whole = [allocator.allocate(span * ALIGNMENT) for _ in range(2 * (64 // span))]
+    assert sorted(whole) == [(s, start * span * ALIGNMENT) for s in ("a", "b") for start in range(64 // span)]
+
+
+def test_a_tensor_that_cannot_be_page_locked_at_once_is_refused_before_memory_is_asked_for():
+    found = arena()
+    with pytest.raises(HostMemoryError, match="cut the layer or the tensor"):
+        found.allocate((64 << 30) + 1)
+    assert found.total_bytes == 0
 
 
 def test_freeing_twice_is_our_error():

@@ -8,6 +8,11 @@ ALIGNMENT = 256
 """Every extent starts at a multiple of this, so that kernels and copies see the same alignment everywhere."""
 
 
+SPAN_BYTES = 64 << 30
+"""No extent crosses a multiple of this: a longer segment is page-locked in several calls, and a copy must not straddle
+two of them."""
+
+
 def align(nbytes: int) -> int:
     """`nbytes` rounded up to the alignment; at least one unit, so that extents never share an address."""
     return max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
@@ -16,11 +21,12 @@ def align(nbytes: int) -> int:
 class Allocator:
     """Best-fit free lists over several segments.
 
-    Invariant: the free runs of a segment are disjoint, sorted, never adjacent, and together with the live
-    extents cover it exactly.
+    Invariant: the free runs of a segment are disjoint, sorted, never adjacent but at a span's end, and together with
+    the live extents cover it exactly. `span_bytes` is for tests.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, span_bytes: int = SPAN_BYTES) -> None:
+        self._span = span_bytes
         self._free: dict[str, list[tuple[int, int]]] = {}  # segment -> sorted (offset, nbytes)
         self._live: dict[tuple[str, int], int] = {}  # (segment, offset) -> nbytes, aligned
         self._sizes: dict[str, int] = {}
@@ -29,7 +35,7 @@ class Allocator:
         """Take a new segment of `nbytes` into use."""
         assert segment not in self._sizes
         self._sizes[segment] = nbytes
-        self._free[segment] = [(0, nbytes)]
+        self._free[segment] = [(start, min(self._span, nbytes - start)) for start in range(0, nbytes, self._span)]
 
     def add_run(self, segment: str, offset: int, nbytes: int) -> None:
         """Take aligned bytes of a segment into use of which other parts are somebody else's."""
@@ -89,10 +95,10 @@ class Allocator:
         runs = self._free[segment]
         insort(runs, (offset, size))
         index = bisect_left(runs, (offset, size))
-        if index + 1 < len(runs) and offset + size == runs[index + 1][0]:
+        if index + 1 < len(runs) and offset + size == runs[index + 1][0] and (offset + size) % self._span:
             size += runs.pop(index + 1)[1]
             runs[index] = (offset, size)
-        if index and sum(runs[index - 1]) == offset:
+        if index and sum(runs[index - 1]) == offset and offset % self._span:
             runs[index - 1] = (runs[index - 1][0], runs[index - 1][1] + size)
             del runs[index]
 

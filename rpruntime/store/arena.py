@@ -19,8 +19,9 @@ from typing import Protocol
 import torch
 
 from rpruntime.errors import HostMemoryError
-from rpruntime.store.allocator import Allocator, align
+from rpruntime.store.allocator import SPAN_BYTES, Allocator, align
 from rpruntime.store.handle import Extent, Payload, TensorHandle
+from rpruntime.store.limits import gib
 
 log = logging.getLogger(__name__)
 
@@ -215,6 +216,11 @@ class Arena:
 
     def allocate(self, nbytes: int) -> Extent:
         """An extent of `nbytes`; the arena grows if it must. Raises HostMemoryError."""
+        if nbytes > SPAN_BYTES:
+            raise HostMemoryError(
+                f"{gib(nbytes)} in one piece: {gib(SPAN_BYTES)} is the most that is page-locked at once; "
+                "cut the layer or the tensor into smaller ones"
+            )
         with self._lock:
             place = self._allocator.allocate(nbytes)
             if place is None:

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from rpruntime.errors import HostMemoryError
+from rpruntime.store.allocator import SPAN_BYTES
 from rpruntime.store.limits import memlock_problem
 
 log = logging.getLogger(__name__)
 
-MAX_CHUNK_BYTES = 64 << 30
+MAX_CHUNK_BYTES = SPAN_BYTES
 PAGE_BYTES = 4096
 
 Register = Callable[[int, int], int]
