@@ -48,13 +48,14 @@ def ours(options: argparse.Namespace, asynchronous: bool) -> dict[str, Any]:
     """This project, on the session that rplaunch made."""
     import rpruntime as rp
 
-    model, vocabulary = decoder.build(options.shape)
+    head = decoder.OpenHead if options.chunked_head else decoder.Head
+    model, vocabulary = decoder.build(options.shape, head=head)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     ids = decoder.batch(vocabulary, options.batch, options.seq)
     pipe = rp.RoundPipe(
         model,
         optimizer,
-        loss_fn=decoder.loss_fn,
+        loss_fn=decoder.chunked_loss_fn if options.chunked_head else decoder.loss_fn,
         num_microbatches=options.microbatches,
         asynchronous=asynchronous,
         recompute=options.recompute,
@@ -170,28 +171,50 @@ def table(options: argparse.Namespace) -> int:
     """Each system in a process of its own, one after another; ratios to the ceiling times the number of GPUs."""
     words = ["--shape", options.shape, "--seq", options.seq, "--batch", options.batch, "--warmup", options.warmup]
     words += ["--microbatches", options.microbatches, "--iters", options.iters, "--plan", options.plan]
-    words += ["--recompute", options.recompute]
+    words += ["--recompute", options.recompute, *(["--chunked-head"] if options.chunked_head else [])]
     print(f"{options.shape}, sequence {options.seq}, batch {options.batch}, M {options.microbatches}")
     print(f"{'system':10} {'GPUs':>4} {'tokens/s':>9} {'s/iter':>8} {'ratio':>6} {'GPU GB':>7} {'host GB':>8}  notes")
     best = None
     num_rows = 0
     for system in options.systems.split(","):
-        front = [sys.executable]
-        if system.startswith("ours"):
-            front += ["-m", "launcher", "-q", "--devices", options.devices]
-        command = [*front, str(Path(__file__).resolve()), system, *map(str, words)]
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=options.timeout)
-        line = next((text for text in reversed(run.stdout.splitlines()) if text.startswith("{")), "")
-        if run.returncode or not line:
-            print(f"{system}: exit {run.returncode}\n{run.stderr[-1500:]}", file=sys.stderr, flush=True)
+        row = run_row(system, words, ["--devices", options.devices], timeout_s=options.timeout)
+        if row is None:
             continue
-        row = json.loads(line)
         num_rows += 1
         if system == "ceiling":
             best = row["tokens_s"]
         show(row, best)
     return 0 if num_rows else 1
+
+
+def run_row(
+    system: str, words: list[Any], flags: list[str], *, timeout_s: float, variables: dict[str, str] | None = None
+) -> dict[str, Any] | None:
+    """One system in a process of its own: its JSON line; None: it failed, and the end of what it said is shown.
+
+    Args:
+        system: as on the command line.
+        words: further arguments.
+        flags: of rplaunch, for our systems.
+        timeout_s: then it is killed.
+        variables: added to the environment.
+    """
+    front = [sys.executable]
+    if system.startswith("ours"):
+        front += ["-m", "launcher", "-q", *flags]
+    command = [*front, str(Path(__file__).resolve()), system, *map(str, words)]
+    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    environment = {**os.environ, "PYTHONPATH": path, **(variables or {})}
+    try:
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        print(f"{system}: not done after {timeout_s:.0f} s", file=sys.stderr, flush=True)
+        return None
+    line = next((text for text in reversed(run.stdout.splitlines()) if text.startswith("{")), "")
+    if run.returncode or not line:
+        print(f"{system}: exit {run.returncode}\n{run.stderr[-1500:]}", file=sys.stderr, flush=True)
+        return None
+    return dict(json.loads(line))
 
 
 def show(row: dict[str, Any], best: float | None) -> None:
@@ -216,6 +239,7 @@ def main() -> int:
     parser.add_argument("--iters", type=int, default=6, help="timed iterations (6)")
     parser.add_argument("--plan", default="auto", help='"auto", "layers" or "F,B" layers a forward and backward stage')
     parser.add_argument("--recompute", default="stage", choices=["stage", "layer"])
+    parser.add_argument("--chunked-head", action="store_true", help="ours: a loss that never holds all logits")
     parser.add_argument("--systems", default="ceiling,peer,ours", help="of a table, comma-separated")
     parser.add_argument("--devices", default="cuda", help="for our rows of a table (cuda)")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for each row of a table (300)")
