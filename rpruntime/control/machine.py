@@ -723,8 +723,8 @@ class ControllerMachine:
             self._calls[msg.key[1]].outputs[msg.key[2]] = msg.payload
         if not self._lifetimes.announce(msg, self._roles[msg.slot]):
             return
-        readers = self._lifetimes.readers(msg.key)
-        for role in sorted({self._roles[slot] for slot in self._moved | self._late if slot in readers}):
+        slots = [reader for reader in self._lifetimes.readers(msg.key) if isinstance(reader, int)]
+        for role in sorted({self._roles[slot] for slot in slots if slot in self._moved or slot in self._late}):
             self._send(role, msg)
 
     def _on_slab_ready(self, msg: SlabReadyMsg) -> None:
