@@ -11,12 +11,10 @@ each that comes in. Pure: no clock, no torch. Under the client's lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rpruntime.schedule.engine import Span
-from rpruntime.schedule.simulation import Simulation, account
 from rpruntime.wire.messages import (
     CallMsg,
     CancelMsg,
@@ -197,83 +195,89 @@ class Meter:
         return _window(commits, self._roles, iteration - 1, begin, end)
 
 
-def compute_spans(commits: Iterable[Commit], roles: Sequence[str]) -> list[Span]:
-    """Commits as the simulator's spans, by start: one for each row, of the slot's kind."""
-    devices = {role: index for index, role in enumerate(roles)}
-    spans = [
-        Span(
-            devices[commit.info.role],
-            commit.info.task.kind,
-            range(start, stop),
-            microbatch,
-            max(commit.info.iteration, 0),
-            began,
-            ended,
-        )
-        for commit in commits
-        for _, start, stop, microbatch, began, ended in commit.rows
-        if commit.info.role in devices
-    ]
-    return sorted(spans, key=lambda span: (span.start_ms, span.end_ms))
-
-
-def shifted(spans: Iterable[Span], by_ms: float) -> list[Span]:
-    """Spans earlier by so much."""
-    return [
-        Span(s.device, s.kind, s.layers, s.microbatch, s.iteration, s.start_ms - by_ms, s.end_ms - by_ms) for s in spans
-    ]
-
-
 def _window(
     commits: Sequence[Commit], roles: Sequence[str], iteration: int, begin: float | None = None, end: float = 0.0
 ) -> Account | None:
     """The account from the first start to the last end of the commits, or of a window of an asynchronous run.
 
-    A window of the latter lies between other iterations, so what is idle at its edges is neither fill nor drain.
+    A window of the latter lies between other iterations, so what is idle at its edges is neither fill nor drain. What
+    `simulation.account` says of the same spans; this one runs after every step and so makes no objects.
     """
-    spans = compute_spans(commits, roles)
-    if not spans:
-        return None
+    by_role: dict[str, list[_Interval]] = {role: [] for role in roles}
+    for commit in commits:
+        if commit.info.role in by_role:
+            by_role[commit.info.role] += _intervals(commit)
+    alone = begin is None
     if begin is None:
-        found = account(shifted(spans, spans[0].start_ms), len(roles))
+        begin = min((row[0] for rows in by_role.values() for row in rows), default=0.0)
+        end = max((row[1] for rows in by_role.values() for row in rows), default=0.0)
     else:
-        found = clipped_account(spans, len(roles), begin, end)
-    busy = [0.0] * len(roles)
-    for span in found.spans:
-        busy[span.device] += span.end_ms - span.start_ms
-    window = found.makespan_ms or 1.0
+        first, last = begin, end
+        for role, rows in by_role.items():
+            by_role[role] = [
+                (max(row[0], first), min(row[1], last), row[2], row[3])
+                for row in rows
+                if row[1] > first and row[0] < last
+            ]
+    window = end - begin
+    if window <= 0:
+        return None
+    fill = switch = intra = drain = 0.0
+    busy: dict[str, float] = {}
+    for role, rows in by_role.items():
+        rows.sort()
+        busy[role] = sum(row[1] - row[0] for row in rows) / window
+        if not rows:
+            fill += window
+            continue
+        fill += rows[0][0] - begin
+        drain += end - rows[-1][1]
+        switched: set[int] = set()
+        before = rows[0]
+        for after in rows[1:]:
+            gap = after[0] - before[1]
+            if after[2] in _BACKWARD and after[3] not in switched:
+                switched.add(after[3])
+                if before[2] == "forward" and before[3] == after[3]:
+                    switch += gap
+                    gap = 0.0
+            intra += gap
+            before = after
+    if not alone:
+        fill, intra, drain = 0.0, fill + intra + drain, 0.0
+    total = window * len(by_role)
     peaks: dict[str, int] = {}
     for commit in commits:
         peaks[commit.info.role] = max(peaks.get(commit.info.role, 0), commit.peak_bytes)
     return Account(
         iteration=iteration,
-        window_ms=found.makespan_ms,
-        busy=1.0 - found.bubble,
-        fill=found.fill,
-        switch=found.switch,
-        intra=found.intra,
-        drain=found.drain,
-        busy_by_role={role: value / window for role, value in zip(roles, busy, strict=True)},
+        window_ms=window,
+        busy=sum(busy.values()) / len(by_role),
+        fill=fill / total,
+        switch=switch / total,
+        intra=intra / total,
+        drain=drain / total,
+        busy_by_role=busy,
         peak_by_role=peaks,
     )
 
 
-def clipped_account(spans: Iterable[Span], num_devices: int, begin: float, end: float) -> Simulation:
-    """What lies in a window of a run whose iterations overlap: idle time at its edges is neither fill nor drain."""
-    inside = [
-        Span(s.device, s.kind, s.layers, s.microbatch, s.iteration, max(s.start_ms, begin), min(s.end_ms, end))
-        for s in spans
-        if s.end_ms > begin and s.start_ms < end
-    ]
-    edge = Span(0, "infer", range(0), -1, 0, end, end)  # no work: the window goes up to here
-    found = account([*shifted([*inside, edge], begin)], num_devices, asynchronous=True)
-    return Simulation(
-        num_devices=num_devices,
-        makespan_ms=found.makespan_ms,
-        busy_ms=found.busy_ms,
-        fill=0.0,
-        switch=found.switch,
-        intra=found.fill + found.intra + found.drain,
-        drain=0.0,
-        spans=found.spans[:-1],
-    )
+_BACKWARD = ("backward", "fused")
+_Interval = tuple[float, float, str, int]
+"""(start, end, kind of the slot, iteration)."""
+
+
+def _intervals(commit: Commit) -> list[_Interval]:
+    """When a slot was computed; rows that follow each other without a gap are one."""
+    kind, iteration = commit.info.task.kind, commit.info.iteration
+    found: list[_Interval] = []
+    since = until = None
+    for row in commit.rows:
+        if row[4] != until:
+            if since is not None and until is not None:
+                found.append((since, until, kind, iteration))
+            since = row[4]
+        until = row[5]
+    if since is not None and until is not None:
+        found.append((since, until, kind, iteration))
+    return [row for row in found if row[1] > row[0]]

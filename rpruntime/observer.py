@@ -89,8 +89,7 @@ class Observer:
     def roles_ready(self) -> None:
         """Every process takes messages now."""
         self._is_ready = True
-        if self._recordings:
-            self._switch(True)
+        self._switch(bool(self._recordings))  # a controller before this one may have left it on
 
     def sent(self, role: str, msg: Any) -> None:
         """A message goes out."""

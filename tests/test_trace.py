@@ -236,9 +236,12 @@ def test_a_replacement_is_told(session: Any, tmp_path: Path) -> None:
     observer = client_of(session).observer
     sent: list[tuple[str, Any]] = []
     session.post.send = lambda role, msg: sent.append((role, msg))
+    roles = ("worker-0", "worker-1", "optimizer")
     observer.roles_ready()
+    assert sent == [(role, TraceMsg(False)) for role in roles], "an earlier controller may have traced"
+    sent.clear()
     recording = observer.start(tmp_path / "t.json")
-    assert sent == [(role, TraceMsg(True)) for role in ("worker-0", "worker-1", "optimizer")]
+    assert sent == [(role, TraceMsg(True)) for role in roles]
     sent.clear()
     observer.came(ready_again("worker-1"))
     assert sent == [("worker-1", TraceMsg(True))]

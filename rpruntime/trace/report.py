@@ -8,12 +8,11 @@ Asynchronous: iterations overlap, so from the end of the first to the end of the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from rpruntime.errors import ConfigError, RoundPipeError
-from rpruntime.meter import clipped_account, shifted
 from rpruntime.schedule.engine import Span
 from rpruntime.schedule.plan import ExecutionPlan
 from rpruntime.schedule.simulation import Simulation, account, simulate
@@ -103,7 +102,7 @@ def _report(name: str, asynchronous: bool, spans: list[TraceSpan], roles: list[s
         real = _overlapping(_as_spans(ours, roles), len(roles))
         between = None
     else:
-        accounts = [account(shifted(row, row[0].start_ms), len(roles)) for row in map(_separate, spans_of.values())]
+        accounts = [account(_shifted(row, row[0].start_ms), len(roles)) for row in map(_separate, spans_of.values())]
         real = _mean(accounts)
         gaps = [
             spans_of[after][0].start_ms - max(span.end_ms for span in spans_of[before])
@@ -162,10 +161,38 @@ def _overlapping(spans: Sequence[Span], num_devices: int) -> Bubbles:
     order = [ends[iteration] for iteration in sorted(ends)]
     if len(order) < 3:
         begin = min(span.start_ms for span in spans)
-        found = account(shifted(spans, begin), num_devices, asynchronous=True)
+        found = account(_shifted(spans, begin), num_devices, asynchronous=True)
         return _bubbles(found, found.makespan_ms / len(order))
-    found = clipped_account(spans, num_devices, order[0], order[-2])
+    found = _clipped_account(spans, num_devices, order[0], order[-2])
     return _bubbles(found, found.makespan_ms / (len(order) - 2))
+
+
+def _shifted(spans: Iterable[Span], by_ms: float) -> list[Span]:
+    """Spans earlier by so much."""
+    return [
+        Span(s.device, s.kind, s.layers, s.microbatch, s.iteration, s.start_ms - by_ms, s.end_ms - by_ms) for s in spans
+    ]
+
+
+def _clipped_account(spans: Iterable[Span], num_devices: int, begin: float, end: float) -> Simulation:
+    """What lies in a window of a run whose iterations overlap: idle time at its edges is neither fill nor drain."""
+    inside = [
+        Span(s.device, s.kind, s.layers, s.microbatch, s.iteration, max(s.start_ms, begin), min(s.end_ms, end))
+        for s in spans
+        if s.end_ms > begin and s.start_ms < end
+    ]
+    edge = Span(0, "infer", range(0), -1, 0, end, end)  # no work: the window goes up to here
+    found = account([*_shifted([*inside, edge], begin)], num_devices, asynchronous=True)
+    return Simulation(
+        num_devices=num_devices,
+        makespan_ms=found.makespan_ms,
+        busy_ms=found.busy_ms,
+        fill=0.0,
+        switch=found.switch,
+        intra=found.fill + found.intra + found.drain,
+        drain=0.0,
+        spans=found.spans[:-1],
+    )
 
 
 def _mean(accounts: list[Simulation]) -> Bubbles:
