@@ -119,6 +119,7 @@ def test_a_watched_and_traced_run(tmp_path: Path) -> None:
         kept = {key: value for key, value in os.environ.items() if not key.startswith("RPRUNTIME_")}
         environ = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SCRIPT_GO": str(go), **watch.environ}
         command = [sys.executable, "-m", "launcher", "--devices", "cpu:2", "--name", name, "--trace", str(trace)]
+        command += ["--log-dir", str(tmp_path)]
         with (tmp_path / "out").open("wb") as out:
             run = subprocess.Popen([*command, str(SCRIPT)], env=environ, stdout=out, stderr=out)
         watch.started.append(run)
@@ -157,7 +158,7 @@ def test_a_watched_and_traced_run(tmp_path: Path) -> None:
     assert {"optimizer", "controller"} <= {span.role for span in data.spans}
     (report,) = reports(data)
     assert len(report.iterations) > 3 and 0 < report.real.busy <= 1
-    log_dir = Path(f"/tmp/rpruntime-{os.getuid()}") / name
+    log_dir = tmp_path / name
     lines = (log_dir / "worker-0.log").read_text().splitlines()
     assert any(re.match(r"\d\d:\d\d:\d\d\.\d{3} worker-0 INFO \[slot \d+", line) for line in lines), lines
     assert stat.S_IMODE((log_dir / "controller.log").stat().st_mode) == 0o600
