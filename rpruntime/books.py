@@ -34,6 +34,7 @@ from rpruntime.wire.messages import (
     SnapshotFailedMsg,
     StateMsg,
 )
+from rpruntime.wire.succession import KeptMsg
 
 if TYPE_CHECKING:
     from rpruntime.model import Model
@@ -69,6 +70,16 @@ class Books:
         self.listeners: weakref.WeakSet[Events] = weakref.WeakSet()
         self.asked: tuple[int, list[StateMsg]] = (0, [])
         """A request to the optimizer and the parts of its answer."""
+        self.kept = False
+        """Whether the optimizer has all of the open iteration, for the program after this one."""
+
+    def reopen(self, calls: Iterable[tuple[ev.FinishCall, float]]) -> None:
+        """Calls that another program has made belong to the open iteration."""
+        for done, scale in calls:
+            loss = Loss(self._model.client, "the loss of a call")
+            loss._finish(done.loss)
+            self.finished[done.call] = done
+            self.open.append((done.call, loss, scale))
 
     def on_message(self, msg: Any) -> None:
         """Take in an instruction of the machine or a message about the model."""
@@ -90,6 +101,8 @@ class Books:
                 self.asked[1].append(msg)
             else:  # nobody waits for it any more
                 self._model.client.free({handle.extent for *_, handle in msg.rows})
+        elif isinstance(msg, KeptMsg):
+            self.kept = True
         elif isinstance(msg, _OF_SAVES):
             self._model.checkpoints.on_message(msg)
         elif isinstance(msg, RoleFailedMsg):

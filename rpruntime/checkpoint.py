@@ -201,7 +201,7 @@ class Checkpoints:
         def book() -> ev.SaveEvent:
             save.step = client.machine.step_number(model.number)
             seed = client.machine.seed(model.number)
-            save.seed = model.package.spec.seed if seed is None else seed
+            save.seed = model.seed if seed is None else seed
             self._running[save.number] = save
             with self._lock:
                 self._queue.append(save)

@@ -13,9 +13,10 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from rpruntime import looking, records
 from rpruntime.control import events as ev
 from rpruntime.control.machine import MAX_TASK_FAILURES, OPTIMIZER, ControllerMachine
 from rpruntime.errors import RoundPipeError, SessionLost, WorkerDied
@@ -24,8 +25,10 @@ from rpruntime.observer import Observer
 from rpruntime.recording import record
 from rpruntime.store.arena import Arena, Store
 from rpruntime.store.handle import by_owner, role_of
+from rpruntime.store.relocate import extents_in
 from rpruntime.store.slabs import Slabs
 from rpruntime.terminal import say
+from rpruntime.wire.codec import unpack_struct
 from rpruntime.wire.messages import (
     ForgetMsg,
     FreeMsg,
@@ -40,6 +43,7 @@ from rpruntime.wire.messages import (
     SnapshotFailedMsg,
     StateMsg,
 )
+from rpruntime.wire.succession import KeptMsg, ModelsMsg, ModelState, ReadModelsMsg
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +61,40 @@ NUMBERS_A_CONTROLLER = 10**9
 Listener = Callable[[Any], None]
 _FOR_LISTENERS = (
     ModelAllocatedMsg, ModelReadyMsg, StateMsg, RoleFailedMsg, SnapshotBegunMsg, SnapshotFailedMsg, RestoredMsg,
+    KeptMsg,
 )  # fmt: skip
+
+
+class Models(Mapping[str, "Model"]):
+    """The models of a session by name. One that another program has left is taken over when it is asked for."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = weakref.ref(client)
+        self._taken: dict[str, Model] = {}
+
+    @property
+    def _of(self) -> Client:
+        client = self._client()
+        assert client is not None
+        return client
+
+    def __getitem__(self, name: str) -> Model:
+        loaded = self._of.loaded.get(name)
+        if loaded is not None and not loaded.closed:
+            return loaded
+        try:
+            self._taken[name] = found = self._of.take_over(name)
+        except KeyError:
+            known = ", ".join(self) or "none"
+            raise KeyError(f"no model {name!r} in session {self._of.session.name}; there: {known}") from None
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        open_ones = [name for name, model in self._of.loaded.items() if not model.closed]
+        return iter(dict.fromkeys((*open_ones, *self._of.found)))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
 
 
 class Client:
@@ -92,8 +129,13 @@ class Client:
         self._listeners: dict[int, Listener] = {}
         self._calls: dict[int, int] = {}
         self._next_call = first
-        self.models: weakref.WeakValueDictionary[str, Model] = weakref.WeakValueDictionary()
-        """The models that this program has loaded, by name."""
+        self.loaded: weakref.WeakValueDictionary[str, Model] = weakref.WeakValueDictionary()
+        """The models that this program has loaded or taken over, by name."""
+        self.found: dict[str, ModelState] = {}
+        """Those that other programs have left and this one has not taken over."""
+        self.models = Models(self)
+        """All of them, by name."""
+        self._answer: ModelsMsg | None = None
         self.checkpoints: dict[str, str] = {}
         """Of each pipe, by name, the newest checkpoint that this run has completed or loaded."""
         self._next_model = 0
@@ -106,11 +148,23 @@ class Client:
         atexit.register(self._at_exit)
 
     @classmethod
-    def attach(cls, session: Any = None) -> Client:
-        """The client of a session. None: of this process's own, which is started if there is none yet."""
+    def attach(cls, session: Any = None, *, observe: bool = False, timeout_s: float = 10.0) -> Any:
+        """The client of a session.
+
+        Args:
+            session: a `Session`, or the name of a served one. None: this process's own, else the only one that is
+                served, else one that is started now.
+            observe: only look, at any time and beside a controller; gives an `Observation`.
+            timeout_s: how long to wait for the session's answer, in s.
+
+        Raises:
+            ConfigError: there is no such session, or another program controls it; says which.
+        """
         from rpruntime import session as sessions
 
-        return client_of(sessions.current() if session is None else session)
+        if observe:
+            return looking.Observation(sessions.find(session), timeout_s)
+        return client_of(sessions.attach(session, timeout_s))
 
     def wait_roles(self) -> None:
         """Wait until every process of the session takes work; the launcher says what it waits for."""
@@ -125,6 +179,63 @@ class Client:
         if not self._inline:
             self._thread = threading.Thread(target=self._receive, name="rpruntime-client", daemon=True)
             self._thread.start()
+
+    def find_models(self) -> None:
+        """Learn what earlier controllers of the session have left."""
+        self.wait_roles()
+        self.send(OPTIMIZER, ReadModelsMsg("controller", True))
+        self.wait(lambda: self._answer is not None, "the session's models")
+        assert self._answer is not None
+        for row in self._answer.models:
+            self._next_model = max(self._next_model, row.model)
+            if row.state is not None:
+                self.found[row.name] = unpack_struct(bytes(self.store.tensor(row.state).numpy()))
+                self.free({row.state.extent})
+
+    def take_over(self, name: str) -> Model:
+        """Go on with a model that another program has left. Raises KeyError: there is none of this name."""
+        from rpruntime.model import Model
+
+        state = self.found[name]
+        prepared = records.load_model(self.session.folder, state.model)
+        model = Model(self, prepared, state)
+        del self.found[name]
+        return model
+
+    def drop_found(self, name: str) -> bool:
+        """Forget a model that another program has left; False: there is none."""
+        state = self.found.pop(name, None)
+        if state is None:
+            return False
+        self.free(extents_in((state.buffers, state.head)))
+        self.do(ev.ModelUndoneEvent(state.model))
+        records.remove(self.session.folder, state.model)
+        return True
+
+    def detach(self, wait: bool = True) -> None:
+        """Leave the session; in a served one the models stay. `wait`: as `Model.detach`.
+
+        A session that this program has started ends with it: there the models are closed, and the session stays until
+        then.
+        """
+        if self._closed:
+            return
+        models = [model for model in self.loaded.values() if not model.closed]
+        if not self.session.served:
+            for model in models:
+                model.close()
+            return
+        try:
+            for model in models:
+                model.detach(wait)
+        finally:
+            self.session.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.detach(wait=kind is None)
 
     def load_model(
         self,
@@ -181,12 +292,14 @@ class Client:
         """The machine; ask it only under `lock`."""
         return self._machine
 
-    def add_listener(self, listener: Listener) -> int:
-        """A number for a new model, whose messages and instructions go to `listener`, under the lock."""
+    def add_listener(self, listener: Listener, model: int | None = None) -> int:
+        """A number for a new model (None), whose messages and instructions go to `listener`, under the lock."""
         with self.lock:
-            self._next_model += 1
-            self._listeners[self._next_model] = listener
-            return self._next_model
+            if model is None:
+                self._next_model += 1
+                model = self._next_model
+            self._listeners[model] = listener
+            return model
 
     def remove_listener(self, model: int) -> None:
         """Forget a model."""
@@ -317,6 +430,8 @@ class Client:
             for model, listener in list(self._listeners.items()):
                 if msg.model in (model, -1):
                     listener(msg)
+        elif isinstance(msg, ModelsMsg):
+            self._answer = msg
         elif isinstance(msg, ProtocolErrorMsg):
             log.error("%s did not understand a message: %s", msg.role, msg.error)
         else:
@@ -396,6 +511,8 @@ class Client:
             self._changed.notify_all()
 
     def _at_exit(self) -> None:
+        if self.session.served:  # its models are left while this client can still wait for what runs
+            self.session.close()
         self.close()
 
 
@@ -404,4 +521,6 @@ def client_of(session: Any) -> Client:
     found: Client | None = getattr(session, "client", None)
     if found is None:
         found = session.client = Client(session)
+        if getattr(session, "incarnation", 1) > 1:
+            found.find_models()
     return found

@@ -6,6 +6,7 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING
 
+from rpruntime import records
 from rpruntime.control import events as ev
 from rpruntime.errors import RoundPipeError
 from rpruntime.script_optimizer import fill_state, unpatch_optimizer
@@ -114,5 +115,8 @@ def end(model: Model) -> None:
             with contextlib.suppress(RoundPipeError):  # the session is gone, and the model with it
                 model.client.do(ev.ModelRemovedEvent(model.number))
             model.client.remove_listener(model.number)
-            if not model.client.machine.replaced_workers:  # else one that starts right now may be reading it
+            if model.client.session.served:
+                records.remove(model.client.session.folder, model.number)
+            # one that starts right now may be reading it
+            if model.package is not None and not model.client.machine.replaced_workers:
                 model.package.free()

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rpruntime.errors import SessionLost
+from rpruntime.errors import RoundPipeError, SessionLost
+from rpruntime.served import read_session
 from rpruntime.store.segments import SegmentClient
 from rpruntime.wire.mailbox import Mailbox
 from rpruntime.wire.succession import ModelsMsg, ReadModelsMsg
@@ -53,3 +54,54 @@ def look_at(folder: Path, body: dict[str, Any], timeout_s: float) -> Seen:
 
 def _shown(row: Any) -> dict[str, Any]:
     return {"name": row.name, "version": row.version, "step": row.step, "num_calls": row.num_calls}
+
+
+class Observation:
+    """A session that is looked at: `rp.Client.attach(observe=True)`. Nothing can be submitted through it.
+
+    Attributes:
+        name: of the session.
+        folder: of the session.
+    """
+
+    def __init__(self, folder: Path, timeout_s: float) -> None:
+        self.name, self.folder = folder.name, folder
+        self._timeout_s = timeout_s
+
+    def _body(self) -> dict[str, Any]:
+        body = read_session(self.folder)
+        if body is None:
+            raise SessionLost(f"session {self.name} has ended")
+        return body
+
+    def status(self) -> dict[str, Any]:
+        """`devices`, `roles` (by name: pid, device, state), `controller` (None, or pid, argv, since), `models`,
+        `memory_bytes`."""
+        body = self._body()
+        seen = look_at(self.folder, body, self._timeout_s)
+        return {
+            "name": self.name,
+            "devices": body["config"]["devices"],
+            "roles": body["roles"],
+            "controller": body.get("controller"),
+            "models": seen.models,
+            "memory_bytes": sum(seen.memory_bytes.values()),
+        }
+
+    @property
+    def models(self) -> dict[str, dict[str, Any]]:
+        """By name: `version`, `step` and `num_calls`, as they are now."""
+        return {row["name"]: row for row in look_at(self.folder, self._body(), self._timeout_s).models}
+
+    def load_model(self, *_: Any, **__: Any) -> None:
+        """Refused."""
+        raise RoundPipeError("an observer only looks: attach without observe=True to load or train models")
+
+    def detach(self, wait: bool = True) -> None:
+        """Nothing is held."""
+
+    def __enter__(self) -> Observation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rpruntime import closing
+from rpruntime import closing, records, succession
 from rpruntime.books import Books
 from rpruntime.calls import Calls
 from rpruntime.checkpoint import CheckpointInfo, Checkpoints, SaveHandle, read_rows
@@ -29,6 +29,7 @@ from rpruntime.store.handle import Payload
 from rpruntime.store.values import put_together
 from rpruntime.terminal import say
 from rpruntime.wire.messages import ReadStateMsg, ScalerState, StateMsg
+from rpruntime.wire.succession import ModelState
 
 if TYPE_CHECKING:
     from rpruntime.client import Client
@@ -49,38 +50,45 @@ class Model:
         grad_scaler: the loss scale, or None.
         user_state: anything that pickles; it stays with the model.
         books: what is pending.
+        prepared: its settings.
         figures: of finished steps, for sinks and watchers.
         calls: batches on their way.
         checkpoints: its saves and loads.
         on_note: gets `NoteTimes` and `NoteShortage`, under the client's lock.
     """
 
-    def __init__(self, client: Client, prepared: Prepared) -> None:
+    def __init__(self, client: Client, prepared: Prepared, found: ModelState | None = None) -> None:
         self.closed = True  # until it is loaded
         self.client = client
         self.module, self.optimizer, self.name = prepared.module, prepared.optimizer, prepared.name
         self.layout, self.asynchronous = prepared.layout, prepared.asynchronous
         self.grad_scaler = prepared.grad_scaler
-        self.user_state: Any = {}
+        self._user_state: Any = {}
         self.on_note: Callable[[Any], None] | None = None
         self.prepared = prepared
         self._quiet = bool(client.session.config.get("quiet"))
         self._said: set[str] = set()
-        self._replace_older()
+        self._replace_older(found)
         self.books = Books(self)
         self._requests = itertools.count(1)
         self.synchronized = False
         self.state_is_kept = False
         install_excepthook()
-        self._load(prepared)
+        if found is None:
+            self._load(prepared)
+        else:
+            succession.take_over(self, prepared.recompute, found)
+            self._user_state = records.load_part(client.session.folder, self.number, "user_state", {})
         self.closed = False
         if self.grad_scaler is not None:
             self.grad_scaler._bind(self)
         if self.optimizer is not None:
             patch_optimizer(self.optimizer, self)
 
-    def _replace_older(self) -> None:
-        models = self.client.models
+    def _replace_older(self, found: ModelState | None) -> None:
+        models = self.client.loaded
+        if found is None and self.client.drop_found(self.name):
+            self.say(f"pipe {self.name!r}, left by another program, is made anew; RoundPipe.attach would go on with it")
         older = models.get(self.name)
         if older is not None and not older.closed:
             self.say(f"pipe {self.name!r} is made again: the older one is closed (pass name= to have two)")
@@ -111,7 +119,10 @@ class Model:
         self.number = client.add_listener(lambda msg: self._listener(msg))
         package: ModelPackage | None = None
         scaler = self._scaler_state()
+        self.seed = torch.initial_seed() if prepared.seed is None else prepared.seed
         try:
+            if client.session.served:
+                records.save_model(client.session.folder, self.number, prepared)
             package = ModelPackage(
                 client,
                 self.layout,
@@ -119,7 +130,7 @@ class Model:
                 prepared.loss_fn,
                 model=self.number,
                 name=self.name,
-                seed=torch.initial_seed() if prepared.seed is None else prepared.seed,
+                seed=self.seed,
                 recompute=prepared.recompute,
                 asynchronous=self.asynchronous,
                 cast=prepared.cast,
@@ -134,7 +145,7 @@ class Model:
             client.remove_listener(self.number)
             self.loan.cancel()
             raise
-        self.package = package  # replacements of workers read it
+        self.package: ModelPackage | None = package  # replacements of workers read it
         self.checkpoints = Checkpoints(self)
         self._listener = self.books.on_message
         self.calls = Calls(self)
@@ -154,7 +165,22 @@ class Model:
         self.figures = Figures(self)
         self.loan.begin()
 
+    def remember(self, part: str, value: Any) -> None:
+        """Write down what only this program knows, for the one that goes on with the model in a served session."""
+        if self.client.session.served:
+            records.save_part(self.client.session.folder, self.number, part, value)
+
     # --- what it is
+
+    @property
+    def user_state(self) -> Any:
+        """Anything that pickles; what was assigned last stays with the model when this program ends."""
+        return self._user_state
+
+    @user_state.setter
+    def user_state(self, value: Any) -> None:
+        self.remember("user_state", value)
+        self._user_state = value
 
     @property
     def step_count(self) -> int:
@@ -457,6 +483,15 @@ class Model:
         """Do the steps that were asked for, cancel the rest; without another exception: the script has one already."""
         if not self.closed:
             closing.close_after_error(self)
+
+    def detach(self, wait: bool = True) -> None:
+        """Leave the model to the next program that attaches to the session.
+
+        `wait`: running calls and steps finish, and gradients that no step has taken are kept; else they go, as with
+        this process. What there is of `user_state` and of the optimizer's groups is written down with `wait`.
+        """
+        if not self.closed:
+            succession.detach(self, wait=wait)
 
     def __enter__(self) -> Model:
         return self

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from rpruntime import records
 from rpruntime import session as sessions
 from rpruntime.checkpoint import CheckpointInfo, SaveHandle
-from rpruntime.client import client_of
+from rpruntime.client import Client, client_of
 from rpruntime.control import events as ev
 from rpruntime.errors import ConfigError
 from rpruntime.metrics import Sink
@@ -104,12 +105,50 @@ class RoundPipe:
         self._num_microbatches = num_microbatches
         session = sessions.current() if session is None else session
         client = client_of(session)
-        memory = min(
-            (int(info.get("memory_bytes", 0)) for info in session.ready.values() if "memory_bytes" in info), default=0
-        )
-        self._tuner = Tuner(num_layers, len(session.worker_roles), memory, fixed)
+        self._tuner = Tuner(num_layers, len(session.worker_roles), _least_memory(session), fixed)
         self._model = Model(client, prepared)
         self._model.on_note = self._on_note
+        self._model.remember("pipe", (num_microbatches, fixed))
+
+    @classmethod
+    def attach(cls, session: Any = None, name: str = "default") -> RoundPipe:
+        """The pipe of this name that another program has left in a served session, as it was when it was made.
+
+        `model` and `optimizer` are new objects with the same weights; `user_state` is what was assigned last.
+
+        Args:
+            session: as for `rp.Client.attach`.
+            name: of the pipe.
+
+        Raises:
+            ConfigError: there is no such session, or another program controls it; says which.
+            KeyError: there is no such pipe; names those there are.
+        """
+        client = Client.attach(session)
+        model = client.models[name]
+        pipe = cls.__new__(cls)
+        folder = client.session.folder
+        pipe._num_microbatches, fixed = records.load_part(folder, model.number, "pipe", (8, None))
+        prepared = model.prepared
+        pipe._labels_in_dict, pipe._labels_to_model = prepared.labels_in_dict, prepared.labels_to_model
+        pipe._tuner = Tuner(model.num_layers, len(client.session.worker_roles), _least_memory(client.session), fixed)
+        pipe._model = model
+        model.on_note = pipe._on_note
+        return pipe
+
+    @property
+    def step_count(self) -> int:
+        """Steps issued so far, those of other programs and before a checkpoint that was loaded included."""
+        return self._model.step_count
+
+    @property
+    def user_state(self) -> Any:
+        """Anything that pickles; what was assigned last stays with the pipe when this program ends."""
+        return self._model.user_state
+
+    @user_state.setter
+    def user_state(self, value: Any) -> None:
+        self._model.user_state = value
 
     @property
     def model(self) -> nn.Module:
@@ -432,3 +471,9 @@ def plan_of(plan: str | ExecutionPlan, num_layers: int) -> ExecutionPlan | None:
     if plan == "layers":
         return ExecutionPlan.one_layer_a_stage(num_layers)
     raise ConfigError(f'plan must be "auto", "layers" or an ExecutionPlan, not {plan!r}')
+
+
+def _least_memory(session: Any) -> int:
+    """Bytes of the device that has least; 0 where there is none to speak of."""
+    known = [int(info["memory_bytes"]) for info in session.ready.values() if "memory_bytes" in info]
+    return min(known, default=0)

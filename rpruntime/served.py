@@ -20,23 +20,28 @@ from rpruntime.process import start_time
 LOCK_FILE = "controller.lock"
 
 
-def served_sessions() -> list[Path]:
-    """Folders of the served sessions of this user that run."""
+def all_sessions() -> list[Path]:
+    """Folders of the sessions of this user that run."""
     first = f"/tmp/rpruntime-{os.getuid()}"
     found = []
     for base in (Path(first), *(Path(f"{first}.{number}") for number in range(1, 5))):
         if base.is_dir() and base.lstat().st_uid == os.getuid():
-            found += [path for path in sorted(base.iterdir()) if is_served(path)]
+            found += [path for path in sorted(base.iterdir()) if path.is_dir() and _is_running(path)]
     return found
 
 
-def is_served(folder: Path) -> bool:
-    """Whether a served session runs in this folder."""
+def _is_running(folder: Path) -> bool:
     body = read_session(folder)
-    if body is None or not body["config"].get("served"):
+    if body is None:
         return False
     launcher = body["launcher"]
     return start_time(launcher["pid"]) == launcher["start_time"]
+
+
+def is_served(folder: Path) -> bool:
+    """Whether a session outlives its scripts."""
+    body = read_session(folder)
+    return body is not None and bool(body["config"].get("served"))
 
 
 def read_session(folder: Path) -> dict[str, Any] | None:
@@ -54,7 +59,7 @@ def find_served(name: str | None) -> Path | None:
     Raises:
         ConfigError: there are several and no name was given.
     """
-    found = [path for path in served_sessions() if name is None or path.name == name]
+    found = [path for path in all_sessions() if name in (None, path.name) and is_served(path)]
     if len(found) > 1:
         names = ", ".join(path.name for path in found)
         raise ConfigError(f"several sessions are served: {names}; say which one")

@@ -26,7 +26,7 @@ from rpruntime import flags as flags_table
 from rpruntime.errors import ConfigError, HostMemoryError, RoundPipeError, SessionLost, WorkerDied
 from rpruntime.logs import ControllerLog
 from rpruntime.process import open_pidfd, start_time
-from rpruntime.served import command, find_served, take_place
+from rpruntime.served import all_sessions, command, find_served, take_place
 from rpruntime.store.segments import SegmentClient
 from rpruntime.wire.mailbox import Mailbox
 from rpruntime.wire.messages import (
@@ -93,6 +93,40 @@ def init(devices: str = _AUTO, *, name: str | None = None, **flags: Any) -> Sess
 
         return _adopt(InlineSession({**settings, "devices": [], "devices_flag": "inline"}))
     return _adopt(_start(flags_table.to_command_line(given)))
+
+
+def attach(session: Any, timeout_s: float) -> Any:
+    """A session to control: `session` itself, the served one of this name; None: see `Client.attach`.
+
+    Raises:
+        ConfigError: there is none of this name, or another process controls it.
+    """
+    if session is not None and not isinstance(session, str):
+        return session
+    found = _existing()
+    if found is not None and session in (None, found.name):
+        return found
+    if found is None and session is None and os.environ.get(SESSION_VARIABLE):
+        return current()
+    if found is not None:
+        raise ConfigError(f"this process has session {found.name}: close it before attaching to {session}")
+    served = find_served(session)
+    if served is None and session is None:
+        return current()
+    if served is None:
+        raise ConfigError(f"no session {session} is served: `rpctl status` lists those of this user")
+    return _adopt(_attach(served, None, timeout_s))
+
+
+def find(session: Any) -> Path:
+    """The folder of a session to look at, whoever controls it. Raises ConfigError: there is none."""
+    if session is not None and not isinstance(session, str):
+        return Path(session.folder)
+    running = [path for path in all_sessions() if session in (None, path.name)]
+    if len(running) == 1:
+        return running[0]
+    names = ", ".join(path.name for path in running)
+    raise ConfigError(f"which session? {names}" if names else f"there is no session {session or ''}".rstrip())
 
 
 def current() -> Session:
@@ -215,7 +249,7 @@ def _read_answer(read_fd: int, process: subprocess.Popen[bytes]) -> dict[str, An
     return answer
 
 
-def _attach(folder: Path, process: subprocess.Popen[bytes] | None) -> Any:
+def _attach(folder: Path, process: subprocess.Popen[bytes] | None, timeout_s: float = _ATTACH_TIMEOUT_S) -> Any:
     try:
         body = json.loads((folder / "session.json").read_text())
     except (OSError, ValueError) as err:
@@ -228,7 +262,7 @@ def _attach(folder: Path, process: subprocess.Popen[bytes] | None) -> Any:
         session = InlineSession(body["config"])
         session.under_rplaunch = True
         return session
-    return Session(folder, body, process)
+    return Session(folder, body, process, timeout_s)
 
 
 class Session:
@@ -238,7 +272,13 @@ class Session:
     (its mailbox, not thread-safe), `segments`, `config`, `ready` (role -> info), `worker_roles`.
     """
 
-    def __init__(self, folder: Path, body: dict[str, Any], process: subprocess.Popen[bytes] | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        body: dict[str, Any],
+        process: subprocess.Popen[bytes] | None,
+        timeout_s: float = _ATTACH_TIMEOUT_S,
+    ) -> None:
         self.folder = folder
         self.name: str = folder.name
         self.under_rplaunch = process is None
@@ -276,7 +316,7 @@ class Session:
             self._close_launcher_fd()
             raise
         try:
-            attached = self._ask_for_place()
+            attached = self._ask_for_place(timeout_s)
         except BaseException:
             self.post.close()
             self._place.leave()
@@ -296,9 +336,9 @@ class Session:
         self._log = ControllerLog(Path(self.config["log_dir"]), debug=bool(self.config.get("debug")))
         atexit.register(self._at_exit)
 
-    def _ask_for_place(self) -> AttachedMsg:
+    def _ask_for_place(self, timeout_s: float) -> AttachedMsg:
         self.post.send("launcher", AttachMsg(os.getpid(), incarnation=self.incarnation, argv=tuple(command())))
-        deadline = time.monotonic() + _ATTACH_TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         attached = None
         while attached is None and time.monotonic() < deadline:
             # All that came in one go is looked at: news of roles may follow the answer closely.
@@ -313,7 +353,10 @@ class Session:
             self._check_launcher()
         if attached is not None:
             return attached
-        raise SessionLost(f"the launcher of session {self.name} does not answer")
+        raise SessionLost(
+            f"session {self.name} was not ready for another controller within {timeout_s:g} s (the one before may have "
+            "left a step that is being finished): try again, or wait longer with timeout_s"
+        )
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -385,6 +428,12 @@ class Session:
         """End the session if this process started it, else only let go of it. A second call does nothing."""
         if self.closed or os.getpid() != self._pid:
             return
+        if self.client is not None and self.served:
+            for model in list(self.client.loaded.values()):
+                try:
+                    model.detach()
+                except Exception as err:
+                    log.warning("model %s is left as by a death: %s: %s", model.name, type(err).__name__, err)
         self.closed = True
         if self.client is not None:
             self.client.close()  # its thread reads `post`

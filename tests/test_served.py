@@ -132,6 +132,157 @@ def test_serve_says_what_it_cannot_do() -> None:
         assert done.returncode != 0 and sentence in done.stderr, done
 
 
+# --- models that go from one program to the next
+
+MODEL = """
+import torch, rpruntime as rp
+torch.set_num_threads(1)
+def loss_fn(outputs, labels):
+    return (outputs - labels).pow(2).mean()
+def batch(number):
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(8, 4, generator=generator), torch.zeros(8, 2)
+def show(pipe):
+    pipe.synchronize()
+    for name, value in sorted(pipe.model.state_dict().items()):
+        print(name, value.double().sum().item())
+    print(pipe.step_count, pipe.user_state, pipe.optimizer.param_groups[0]["lr"], flush=True)
+def make(asynchronous=False):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 2)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return rp.RoundPipe(
+        model, optimizer, loss_fn=loss_fn, num_microbatches=2, plan="layers", seed=7, asynchronous=asynchronous
+    )
+"""
+
+BEGIN = (
+    MODEL
+    + """
+rp.init(name=SESSION)
+pipe = make()
+for number in range(3):
+    pipe.forward_backward(*batch(number))
+    pipe.step()
+pipe.optimizer.param_groups[0]["lr"] = 0.005
+pipe.user_state = {"epoch": 4}
+pipe.forward_backward(*batch(3))
+"""
+)
+
+GO_ON = (
+    MODEL
+    + """
+pipe = rp.RoundPipe.attach(SESSION)
+print(len(pipe.gradients()))
+info = None
+pipe.forward_backward(*batch(4))
+info = pipe.step()
+print(info.result().loss, info.result().lr)
+show(pipe)
+"""
+)
+
+AT_ONCE = (
+    MODEL
+    + """
+rp.init("inline", quiet=True)
+pipe = make()
+for number in range(3):
+    pipe.forward_backward(*batch(number))
+    pipe.step()
+pipe.optimizer.param_groups[0]["lr"] = 0.005
+pipe.user_state = {"epoch": 4}
+pipe.forward_backward(*batch(3))
+print(len(pipe.gradients()))
+pipe.forward_backward(*batch(4))
+info = pipe.step()
+print(info.result().loss, info.result().lr)
+show(pipe)
+"""
+)
+
+
+@pytest.mark.timeout(600)
+def test_a_model_goes_on_in_another_program_with_its_open_gradients() -> None:
+    with no_leaks() as watch:
+        served = Served(watch, "served-models", "-q")
+        try:
+            served.run(BEGIN)
+            (row,) = served.status()["models"]
+            assert row == {"name": "default", "version": 3, "step": 3, "num_calls": 1}
+            watcher = f"import rpruntime as rp\nw = rp.Client.attach({served.name!r}, observe=True)\n"
+            look = watcher + "print(w.models['default']['step'], w.status()['controller'])"
+            assert served.run(look) == "3 None\n"
+            going_on = served.run(GO_ON)
+            assert going_on == served.run(AT_ONCE)
+            assert "{'epoch': 4} 0.005" in going_on
+        finally:
+            served.stop()
+
+
+KILLED = (
+    MODEL
+    + """
+import os, signal
+rp.init(name=SESSION)
+pipe = make()
+for number in range(3):
+    pipe.forward_backward(*batch(number))
+    pipe.step()
+pipe.user_state = {"epoch": 1}
+pipe.forward_backward(*batch(99))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+)
+
+FOLLOWS = (
+    MODEL
+    + """
+client = rp.Client.attach(SESSION)
+print(sorted(client.models))
+pipe = rp.RoundPipe.attach(SESSION)
+assert pipe.gradients() == {}
+pipe.forward_backward(*batch(pipe.step_count))
+pipe.step()
+show(pipe)
+"""
+)
+
+UNDISTURBED = (
+    MODEL
+    + """
+rp.init("inline", quiet=True)
+pipe = make()
+pipe.user_state = {"epoch": 1}
+for number in range(STEPS):
+    pipe.forward_backward(*batch(number))
+    pipe.step()
+show(pipe)
+"""
+)
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_controller_loses_what_no_step_has_taken() -> None:
+    with no_leaks() as watch:
+        served = Served(watch, "served-killed", "-q")
+        try:
+            dying = served.start(KILLED)
+            _, err = dying.communicate(timeout=120)
+            assert dying.returncode == -signal.SIGKILL, err
+            found = served.run(FOLLOWS)
+            steps = int(found.splitlines()[-1].split()[0])
+            assert 2 <= steps <= 4  # the last message of a killed process may not have left it
+            assert found.splitlines()[0] == "['default']"
+            expected = served.run(f"STEPS = {steps}\n{UNDISTURBED}")
+            assert found.splitlines()[1:] == expected.splitlines()
+        finally:
+            served.stop()
+
+
 # --- the succession, pure
 
 
