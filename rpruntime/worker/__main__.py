@@ -17,6 +17,7 @@ child.log_lines.task = lambda: page.task
 
 import gc  # noqa: E402
 import logging  # noqa: E402
+import os  # noqa: E402
 import time  # noqa: E402
 
 import torch  # noqa: E402
@@ -24,6 +25,7 @@ import torch  # noqa: E402
 from rpruntime.store.arena import Arena, Store  # noqa: E402
 from rpruntime.wire.messages import ShutdownMsg  # noqa: E402
 from rpruntime.wire.succession import ResetDoneMsg, ResetMsg  # noqa: E402
+from rpruntime.worker.affinity import bind, pci_address, worker_cores  # noqa: E402
 from rpruntime.worker.memory import free_caches  # noqa: E402
 from rpruntime.worker.shell import WorkerShell  # noqa: E402
 from rpruntime.worker.transfers import CpuTransfers, CudaTransfers, Transfers  # noqa: E402
@@ -59,6 +61,8 @@ def main() -> None:
         return
     pin = unpin = None
     if device.startswith("cuda"):
+        if child.config["cpu_affinity"] == "numa":
+            bind(worker_cores(pci_address(torch.cuda.get_device_properties(0)), os.sched_getaffinity(0)))
         from rpruntime.worker.pinning import pin_segment, unpin_segment
 
         pin, unpin = pin_segment, unpin_segment

@@ -589,7 +589,7 @@ class WorkerMachine:
             self._on_failed(SlotFailedEvent(event.slot, event.error))
             return
         self._busy = None
-        for slot in list(self._running):
+        for slot in {event.slot, *self._running}:  # one that was handing over its gradients runs no more
             self._put_back(slot)
         self._evict()
         self._recovering = True
@@ -599,7 +599,7 @@ class WorkerMachine:
         if slot == self._busy:
             return
         task = self._open.pop(slot).task
-        self._running.remove(slot)
+        self._running = [other for other in self._running if other != slot]
         self._staged.remove(slot)
         self._drop(task)
         insort(self._queue, task, key=lambda task: task.slot)

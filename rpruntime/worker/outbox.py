@@ -29,8 +29,10 @@ class Publication:
 @dataclass
 class _PendingLoss:
     microbatch: int
-    host: torch.Tensor
     names: tuple[str, ...]
+    known: list[float | None]
+    """The loss and the metrics; None: it comes next in `host`."""
+    host: torch.Tensor
     extent: Extent
 
 
@@ -71,32 +73,31 @@ class Outbox:
         reused: dict[int, TensorHandle] | None = None,
     ) -> None:
         """Publish a value under `key`; tensor i of `reused` lies in host memory already."""
-        handles, copies, before = [], [], len(self.own)
-        for index, tensor in enumerate(tensors):
-            handle = (reused or {}).get(index)
-            if handle is None:
-                handle = self._room_for(tensor)
-                copies.append(self._transfers.download(tensor.detach(), self._store.tensor(handle)))
-            handles.append(handle)
+        found, before = reused or {}, len(self.own)
+        handles = [found.get(index) or self._room_for(tensor) for index, tensor in enumerate(tensors)]
         body: bytes | TensorHandle = skeleton
         if len(skeleton) > MAX_INLINE_SKELETON_BYTES:
             body = TensorHandle(self.allocate(len(skeleton)), 0, (len(skeleton),), (1,), "uint8")
             self._store.tensor(body).copy_(torch.frombuffer(bytearray(skeleton), dtype=torch.uint8))
         payload = Payload(body, tuple(handles), flags)
+        # a clone of each: what computes next may change the tensor while it is copied, and it may be lazily negated or
+        # conjugated, which copies to the host are made up for before they have arrived
+        clones = [(index, tensor.detach().clone()) for index, tensor in enumerate(tensors) if index not in found]
+        copies = [self._transfers.download(clone, self._store.tensor(handles[index])) for index, clone in clones]
         self.add(PublishedEvent(self._slot, key, payload, tuple(self.own[before:])), copies)
 
     def add_loss(self, microbatch: int, loss: torch.Tensor, metrics: dict[str, Any]) -> None:
         """Tell a loss [] and its metrics (one element each) as numbers."""
-        names = tuple(metrics)
-        values = [
-            loss.detach().reshape(()).float(),
-            *(torch.as_tensor(metrics[n]).detach().reshape(()).float() for n in names),
-        ]
         device = self._transfers.device
-        row = torch.stack([value.to(device) for value in values])
+        values = [torch.as_tensor(value).detach().reshape(()).float() for value in (loss, *metrics.values())]
+        # what is on the host stays there: on its way to the device it would wait for all that is launched
+        known = [None if value.device == device else value.item() for value in values]
+        coming = [value for value in values if value.device == device]
+        row = torch.stack(coming) if coming else torch.empty(0, device=device)
         extent = self.allocate(row.nbytes)
         host = view(self._store.bytes_of(extent), 0, row.shape, "float32")
-        self.add(_PendingLoss(microbatch, host, names, extent), [self._transfers.download(row, host)])
+        copies = [self._transfers.download(row, host)] if coming else []
+        self.add(_PendingLoss(microbatch, tuple(metrics), known, host, extent), copies)
 
     def take(self) -> list[Any]:
         """Events whose copies have come to the host, in order of publication within each kind of copy."""
@@ -110,7 +111,8 @@ class Outbox:
     def _resolve(self, event: Any) -> Any:
         if not isinstance(event, _PendingLoss):
             return event
-        loss, *metrics = event.host.tolist()
+        told = iter(event.host.tolist())
+        loss, *metrics = [next(told) if value is None else value for value in event.known]
         self.own.remove(event.extent)
         self._arena.free(event.extent)  # never left this process
         return LossEvent(self._slot, event.microbatch, loss, dict(zip(event.names, metrics, strict=True)))

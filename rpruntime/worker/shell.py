@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from rpruntime.recording import record
 from rpruntime.status import NullStatus, StatusWriter
@@ -25,7 +22,7 @@ from rpruntime.worker.failures import describe
 from rpruntime.worker.memory import forget_frames, free_caches, is_out_of_memory
 from rpruntime.worker.modules import WorkerModel, read_bytes
 from rpruntime.worker.stage import Stage
-from rpruntime.worker.transfers import Transfers, transfers_mode
+from rpruntime.worker.transfers import Transfers, transfers_mode, variant
 from rpruntime.worker.windows import USUAL_SIZES, Windows, WindowSizes
 
 log = logging.getLogger(__name__)
@@ -69,7 +66,7 @@ class WorkerShell:
         self._transfers = transfers
         self._device_name = device_name
         self._log = transfers.log = CopyLog(self._status)
-        blocking = os.environ.get(CONSISTENCY_VARIABLE) == "blocking"
+        blocking = variant(CONSISTENCY_VARIABLE, "layerwise", "blocking") == "blocking"
         self._machine = m.WorkerMachine(post.role, peers, blocking=blocking)
         self._peers = peers
         self._replaces = not arena.owner.endswith(".1")
@@ -110,8 +107,8 @@ class WorkerShell:
 
     @property
     def is_waiting_for_copies(self) -> bool:
-        """Whether a copy is under way, so that looking again soon is worth while."""
-        waiting = self._launched or self._finishing or self._dropping
+        """Whether a copy is under way or may start when the device comes to rest: it is worth while to look soon."""
+        waiting = self._launched or self._ahead or self._finishing or self._dropping
         return bool(waiting) or any(stage.publications for stage in self._stages.values())
 
     def step(self, messages: list[Any]) -> bool:
@@ -236,8 +233,10 @@ class WorkerShell:
         self._place(instruction.task, instruction.microbatch)
         try:
             self._stages[instruction.task.slot].prefetch(instruction.inputs)
-        except torch.OutOfMemoryError:
-            log.info("no room to prefetch micro-batch %s of slot %s", instruction.microbatch, instruction.task.slot)
+        except Exception as err:  # no room on the device, as a rule; what stays wrong is told by the micro-batch itself
+            log.info(
+                "micro-batch %s of slot %s cannot be prefetched: %s", instruction.microbatch, instruction.task.slot, err
+            )
 
     def _open_windows(self) -> None:
         """The next part of what crosses beside the micro-batch that is launched now."""
@@ -273,15 +272,16 @@ class WorkerShell:
     def _finish(self, instruction: m.FinishSlot) -> None:
         stage = self._stages[instruction.task.slot]
         self._place(instruction.task)
-        try:
-            stage.finish()
-        except Exception as err:
-            self._report(stage, err)
-            return
         unused = self._up.pop(stage.task.slot, None)  # of a slot that was done but for this
         for windows in (unused, self._down):
             if windows is not None:
                 windows.finish()
+        try:
+            stage.finish()
+        except Exception as err:
+            self._report(stage, err)
+            self._down = Windows(stage.gradients, 0, self._sizes)  # the stage is dropped when all of them have come
+            return
         following = [other.task for other in self._stages.values() if other is not stage]
         num_windows = len(following[0].microbatches) if following and self._in_windows else 0
         self._down = Windows(stage.gradients, num_windows, self._sizes)

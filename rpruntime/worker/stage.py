@@ -125,6 +125,9 @@ class Stage:
             {"forward": self._forward, "infer": self._infer, "fused": self._fused, "backward": self._backward}[
                 self.task.kind
             ]()
+        for key in self._inputs:  # what was brought for nothing, labels without weight: the slot ends behind it too
+            for copy in self._ahead.pop(key, ()):
+                copy.wait()
         self._inputs = {}
 
     def prefetch(self, inputs: dict[Key, Payload]) -> None:
@@ -178,7 +181,7 @@ class Stage:
         if self.task.layers[1] < len(self._model.layers):
             return
         if call.wants_output:
-            self._publish_value(("out", self.task.call, self._m), value, entered, "output")
+            self._publish_value(("out", self.task.call, self._m), value, entered)
         elif call.weights[self._m] == 0:
             self._outbox.add_loss(self._m, torch.zeros((), device=self._transfers.device), {})
         else:
@@ -291,8 +294,7 @@ class Stage:
             if layer.spec.buffers and commit:
                 self._publish_buffers(position)
             if position + 1 in wanted:
-                last = position + 1 == layers.stop
-                self._publish_value(self._key("act", position + 1), value, entered, "forward", snapshot=not last)
+                self._publish_value(self._key("act", position + 1), value, entered)
         return value
 
     def _buffers_before(self, position: int) -> Key:
@@ -390,13 +392,14 @@ class Stage:
     def finish(self) -> None:
         """Launch the rest: sums are ready to go to the host, deepest position first; the device lets go of the weights.
 
-        The caller starts the copies of `gradients`.
+        The caller has started all of `weights`, and starts the copies of `gradients`, also if this raises.
         """
         if self.task.kind in ("fused", "backward"):
             self._hand_over_sums()
-        if poisons() and self._bound:
-            for copy in self.weights.values():
-                copy.wait().fill_(POISON)
+        for copy in self.weights.values():  # also of a slot without micro-batches: nothing is read after its end
+            slab = copy.wait()
+            if poisons():
+                slab.fill_(POISON)
         self.end = self._transfers.mark()
         self.release()
 
@@ -480,7 +483,7 @@ class Stage:
 
     # --- publishing
 
-    def _publish_value(self, key: Key, value: Any, entered: Entered, phase: str, *, snapshot: bool = False) -> None:
+    def _publish_value(self, key: Key, value: Any, entered: Entered) -> None:
         position = key[3] if key[0] == "act" else len(self._model.layers)
         skeleton, tensors = self._take_apart(value, position)
         reused = {}
@@ -492,8 +495,6 @@ class Stage:
                 flags.append(known[1])
             else:
                 flags.append(self._wants_gradient(tensor, position))
-        if snapshot:  # the next layer may change the value in place while it is being copied
-            tensors = [t if index in reused else t.detach().clone() for index, t in enumerate(tensors)]
         self._outbox.add_value(key, skeleton, tensors, tuple(flags), reused)
 
     def _publish_buffers(self, position: int) -> None:
@@ -505,9 +506,8 @@ class Stage:
             self._outbox.add(PublishedEvent(self.task.slot, key, payload, ()), [])
             return
         self._model.layers[position].check_changes(changed, cast=self._model.msg.cast)
-        values = {name: t if t is None or name not in changed else t.detach().clone() for name, t in now.items()}
-        skeleton, tensors = take_apart(values)
-        names = {id(tensor): name for name, tensor in values.items()}
+        skeleton, tensors = take_apart(now)
+        names = {id(tensor): name for name, tensor in now.items()}
         reused = {i: handles[names[id(t)]] for i, t in enumerate(tensors) if names[id(t)] not in changed}
         self._outbox.add_value(key, skeleton, tensors, (False,) * len(tensors), reused)
 

@@ -18,8 +18,10 @@ from typing import Any, Protocol
 
 import torch
 
+from rpruntime.errors import ConfigError
 from rpruntime.status import NullStatus
 from rpruntime.store.arena import POISON
+from rpruntime.worker.clock import DeviceClock
 from rpruntime.worker.copies import ACTIVATIONS_DOWN, ACTIVATIONS_UP, GRADIENTS_DOWN, WEIGHTS_UP, CopyLog, Place
 
 
@@ -52,7 +54,19 @@ are part of the computation, nothing overlaps)."""
 
 def transfers_mode() -> str:
     """The variant that the environment asks for."""
-    return os.environ.get(TRANSFERS_VARIABLE, "windows")
+    return variant(TRANSFERS_VARIABLE, "windows", "stage", "none")
+
+
+def variant(variable: str, *choices: str) -> str:
+    """One of `choices`, by an environment variable; the first one where it is not set.
+
+    Raises:
+        ConfigError: it is set to something else.
+    """
+    value = os.environ.get(variable) or choices[0]
+    if value not in choices:
+        raise ConfigError(f"{variable}={value}: it may be {', '.join(choices)}")
+    return value
 
 
 class Transfers(Protocol):
@@ -67,7 +81,7 @@ class Transfers(Protocol):
         ...
 
     def download(self, source: torch.Tensor, host: torch.Tensor) -> Copy:
-        """Start copying a device tensor, as computed so far, to host memory."""
+        """Start copying a device tensor, which nobody changes any more, to host memory of the same strides."""
         ...
 
     def upload_pieces(self, host: torch.Tensor) -> Pieces:
@@ -75,7 +89,7 @@ class Transfers(Protocol):
         ...
 
     def download_pieces(self, source: torch.Tensor, host: torch.Tensor) -> Pieces:
-        """The copy of gradients (uint8 [n]), as computed so far, to host memory; nothing has started."""
+        """The copy of gradients (uint8 [n]), which nobody changes any more, to host memory; nothing has started."""
         ...
 
     def mark(self) -> Any:
@@ -252,10 +266,9 @@ class CudaTransfers:
         )
         self._newest: dict[str, torch.cuda.Event] = {}
         """The newest activation's copy in each direction."""
-        self._origin = torch.cuda.Event(enable_timing=True)
-        self._origin.record()
-        self._origin.synchronize()
-        self._origin_ms = clock() * 1e3
+        origin = self.mark()
+        origin.synchronize()
+        self._times = DeviceClock(origin, clock() * 1e3)
 
     def upload(self, host: torch.Tensor) -> Copy:
         with torch.cuda.stream(self._act["up"]):
@@ -312,7 +325,7 @@ class CudaTransfers:
         return mark.query()
 
     def when_ms(self, mark: torch.cuda.Event) -> float:
-        return self._origin_ms + float(self._origin.elapsed_time(mark))
+        return self._times.when_ms(mark)
 
     def check(self) -> None:
         torch.cuda.synchronize()
@@ -355,7 +368,11 @@ class _DelayedCopy:
 
 
 class DelayedTransfers(CpuTransfers):
-    """Test double: a copy happens only when it is waited for or after some polls, in random order."""
+    """Test double: a copy happens only when it is waited for or after some polls, in random order.
+
+    It reads then what lies in its source, as a copy on a stream of its own may: whoever changes the source meanwhile is
+    found out.
+    """
 
     def __init__(self, clock: Callable[[], float], seed: int = 0) -> None:
         super().__init__(clock)
@@ -366,9 +383,8 @@ class DelayedTransfers(CpuTransfers):
         return self._start(host, self._poisoned(host))
 
     def download(self, source: torch.Tensor, host: torch.Tensor) -> Copy:
-        # a stream copies what was computed by then, so the source is frozen here; the destination is not
         _poison(host)
-        return self._start(source.clone(), host)
+        return self._start(source, host)
 
     def _start(self, source: torch.Tensor, result: torch.Tensor) -> Copy:
         copy = _DelayedCopy(self, source, result)
@@ -380,7 +396,7 @@ class DelayedTransfers(CpuTransfers):
 
     def download_pieces(self, source: torch.Tensor, host: torch.Tensor) -> Pieces:
         _poison(host)
-        return _DelayedCopy(self, source.clone(), host, source.numel())
+        return _DelayedCopy(self, source, host, source.numel())
 
     def _poisoned(self, host: torch.Tensor) -> torch.Tensor:
         result = _like(host, self.device)
