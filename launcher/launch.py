@@ -293,7 +293,14 @@ class Launcher:
         retired = [role for role, _ in self._plan.roles if role not in procs and role != "optimizer"]
         self._succession.begin_reset(ready, present, retired)
         for role in ready:
-            self._tell_to_reset(role)
+            if role != "optimizer":
+                self._tell_to_reset(role)
+        self._reset_optimizer()
+
+    def _reset_optimizer(self) -> None:
+        """The last one to reset: until then workers may read what it is going to free."""
+        if self._succession.is_optimizers_turn():
+            self._tell_to_reset("optimizer")
 
     def _on_reset_done(self, msg: ResetDoneMsg) -> None:
         if msg.role in self._late and msg.incarnation == self._succession.floor:
@@ -301,8 +308,15 @@ class Launcher:
             proc = self._supervisor.procs.get(msg.role)
             if isinstance(proc, ReadyProc):
                 self._tell_controller(RoleReadyMsg(proc.role, proc.incarnation, proc.info))
-        if msg.incarnation == self._succession.floor and self._succession.answered(msg.role):
+        if msg.incarnation == self._succession.floor:
+            self._on_answered(msg.role)
+
+    def _on_answered(self, role: str) -> None:
+        """A role has reset, or is no more."""
+        if self._succession.answered(role):
             self._after_reset()
+        else:
+            self._reset_optimizer()
 
     def _after_reset(self) -> None:
         """Memory of everybody who is no more goes, and the next controller comes."""
@@ -322,8 +336,7 @@ class Launcher:
         note_end(ended.log_file, f"{ended.who} ended: {ended.reason}")
         self._deaths.note(ended, follows)
         self._late.discard(ended.role)
-        if self._succession.answered(ended.role):
-            self._after_reset()
+        self._on_answered(ended.role)
         self._save()
         others = any(proc.device is not None for proc in self._supervisor.procs.values())
         self._screen.warn(f"rpruntime: {self._deaths.line(ended, follows, others=others)}")

@@ -46,6 +46,7 @@ class Succession:
     """Roles that have not answered the reset."""
     _quiet: tuple[float, object] = (0.0, None)
     _deadline: float = 0.0
+    _optimizer_told: bool = False
 
     def attach(self, holder: Holder) -> None:
         """The place is taken."""
@@ -74,9 +75,17 @@ class Succession:
         """All ready roles are told to reset."""
         self.phase = "resetting"
         self.waits_for = set(ready)
+        self._optimizer_told = False
         self.known = dict(incarnations)
         self.retired = tuple(retired)
         self._deadline = self.clock() + RESET_TIMEOUT_S
+
+    def is_optimizers_turn(self) -> bool:
+        """Whether all workers have reset and the optimizer has not been told; it is told now."""
+        if self.phase != "resetting" or self.waits_for != {"optimizer"} or self._optimizer_told:
+            return False
+        self._optimizer_told = True
+        return True
 
     def overdue(self) -> list[str]:
         """Workers that have not let go of their work in time."""

@@ -737,12 +737,13 @@ class Cluster:
         present = {role: worker.incarnation for role, worker in self.roles.items() if role != "optimizer"}
         number = old.incarnation + 1
         self.waits_for = set(self.roles)
-        for role in self.roles:
-            self._tell(role, sc.ResetMsg(number, present, tuple(self.retired)))
-        self.settle_until(
-            lambda: not self.waits_for - {"optimizer"} and sc.ResetDoneMsg("optimizer", number) in answers
-        )
-        assert sc.ResetDoneMsg("optimizer", number) in answers, "the optimizer never answers a reset"
+        reset, done = sc.ResetMsg(number, present, tuple(self.retired)), sc.ResetDoneMsg("optimizer", number)
+        for role in present:
+            self._tell(role, reset)
+        self.settle_until(lambda: self.waits_for == {"optimizer"})
+        self._tell("optimizer", reset)
+        self.settle_until(lambda: done in answers)
+        assert done in answers, "the optimizer never answers a reset"
         answers.clear()
         self.links["launcher.1", "controller.1"].clear()
         for owner in {extent.owner for extent in self.memory.live} - {self.optimizer.owner}:

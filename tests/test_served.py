@@ -296,8 +296,10 @@ def test_a_successor_waits_for_every_answer() -> None:
     succession = held([0.0])
     assert succession.leave().incarnation == 3 and succession.floor == 4 and succession.phase == "settling"
     succession.begin_reset(["optimizer", "worker-0", "worker-1"], {"worker-0": 1, "worker-1": 2}, [])
-    assert not succession.answered("worker-1") and not succession.answered("optimizer")
-    assert succession.answered("worker-0") and succession.phase == "clean"
+    assert not succession.answered("worker-1") and not succession.is_optimizers_turn()
+    assert not succession.answered("worker-0") and succession.is_optimizers_turn()
+    assert not succession.is_optimizers_turn(), "it has been told"
+    assert succession.answered("optimizer") and succession.phase == "clean"
     succession.attach(Holder(4, 101, 1, ("python",), 0.0))
 
 
