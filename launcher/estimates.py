@@ -1,8 +1,8 @@
 """Host memory, device memory and times of a run that has not been started, from shapes alone. Used by `rpctl plan`.
 
 Host memory is counted as the processes reserve it: each arena begins with what is known at load
-(`rpruntime/loading.py`, the same arithmetic) and grows by the rule of `rpruntime/store/arena.py`. What the workers'
-arenas need at most is found by walking through the slots of an iteration in the order of their dispatch.
+(`rpruntime/loading.py`, the same arithmetic), and `launcher/host_walk.py` walks through some iterations to see how
+it grows.
 """
 
 from __future__ import annotations
@@ -10,27 +10,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from launcher.host_walk import LATE, PROMPT, PaperArena, WorkersWalk, walk_optimizer
 from launcher.meta_run import LayerCost
 from rpruntime.layout import ModelLayout
-from rpruntime.loading import gradient_bytes, host_kinds
+from rpruntime.loading import host_kinds
 from rpruntime.schedule.plan import ExecutionPlan
 from rpruntime.store.allocator import align
-from rpruntime.store.arena import GROWTH_BYTES, GROWTH_FRACTION
-from rpruntime.store.layout import gradient_layout, optimizer_layout
+from rpruntime.store.layout import optimizer_layout
 
 QUEUED_CALLS = 2
 """Batches that lie in host memory together: the running one and the next (more calls of one iteration need more)."""
 
-MESSAGE_BYTES = 64 << 20
-"""Weights that the optimizer writes while it waits for a message: small units are stepped faster than it comes."""
-
 
 @dataclass(frozen=True)
 class HostEstimate:
-    """Shared memory in bytes. `kinds`: what it is needed for; `arenas`: what each process reserves for that."""
+    """Shared memory in bytes. `kinds`: what it is needed for at most; `arenas`: what each process reserves for that."""
 
     kinds: dict[str, int]
     arenas: dict[str, int]
+    least: int
+    """What is reserved if everything is freed as early as it can be."""
+    most: int
+    """And if everything is freed as late as it may be."""
 
     @property
     def total(self) -> int:
@@ -62,6 +63,7 @@ def host_memory(
     asynchronous: bool,
     num_devices: int,
     num_microbatches: int,
+    prepared: bool = True,
 ) -> HostEstimate:
     """What a run with one call a step reserves.
 
@@ -70,105 +72,35 @@ def host_memory(
         costs: of the layers, for one micro-batch.
         plans: that the run will go through (with `plan="auto"` one layer a stage, then the computed plan).
         states: the optimizer's tensors for each parameter; 0 for none.
+        asynchronous: as RoundPipe's.
+        num_devices: workers in the rotation.
+        num_microbatches: of a call.
+        prepared: whether the optimizer's state has its room at load (`rpruntime.optimizer.pieces.FUSED`).
     """
     kinds = host_kinds(layout, states, asynchronous)
-    reserved = gradient_bytes(layout, asynchronous) // num_devices
-    workers = [0] * num_devices
-    activations = 0
-    for plan in plans:
-        for first in range(num_devices):  # any device may have the first slot of an iteration
-            needs, between, gradients = slots_memory(layout, costs, plan, num_devices, num_microbatches, first)
-            if asynchronous:  # of the iteration before, half is still to be stepped, as `gradient_bytes` has it
-                needs = [need + before // 2 for need, before in zip(needs, gradients, strict=True)]
-            workers = [max(before, need) for before, need in zip(workers, needs, strict=True)]
-            activations = max(activations, between)
-    batches = QUEUED_CALLS * num_microbatches * costs[0].input_bytes
+    ways = []
+    for timing in (PROMPT, LATE):
+        walk = WorkersWalk(layout, costs, num_devices, num_microbatches, asynchronous, timing)
+        for plan in plans:
+            walk.run(plan, num_devices + 2)  # by then each device has begun an iteration
+        ways.append((walk_optimizer(layout, states, prepared, asynchronous, timing, plans), walk))
     buffers = sum(align(b.nbytes) for layer in layout.layers for b in layer.buffers())
-    kinds |= {"boundary activations": activations, "batches and buffers": batches + buffers}
-    # asynchronous: while one iteration drains, the next one reads other weights and a step writes the third
-    third = sum(unit.nbytes for unit in layout.units if unit.trainable) // 2
-    kinds["master copies, freed late"] = third if asynchronous else _freed_late(layout, kinds["second master copy"])
+    batches = QUEUED_CALLS * num_microbatches * align(costs[0].input_bytes)
+    controller = PaperArena("controller")
+    controller.allocate(buffers + 1)
+    for _ in range(QUEUED_CALLS * num_microbatches):
+        controller.allocate(costs[0].input_bytes)
+    rows = [(optimizer, *walk.arenas, controller) for optimizer, walk in ways]
+    least, most = sorted(sum(arena.total_bytes for arena in row) for row in rows)
+    optimizer, walk = ways[-1]
     at_load = sum(kinds[kind] for kind in ("master copy", "second master copy", "optimizer copy", "optimizer state"))
-    arenas = {"optimizer": grown(at_load, at_load + kinds["master copies, freed late"])}
-    arenas |= {f"worker-{index}": grown(reserved, need) for index, need in enumerate(workers)}
-    arenas["controller"] = grown(0, batches + buffers + 1)
-    return HostEstimate(kinds, arenas)
-
-
-def _freed_late(layout: ModelLayout, spare: int) -> int:
-    """Old weights whose units have been stepped while the message that frees them is on its way; synchronous."""
-    every = sum(unit.nbytes for unit in layout.units if unit.trainable)
-    return max(0, min(every, MESSAGE_BYTES) - spare)
-
-
-def grown(reserved: int, need: int) -> int:
-    """Bytes of an arena that began with `reserved` and holds `need` at most."""
-    total = reserved
-    while total < need:
-        total += max(GROWTH_BYTES, total // GROWTH_FRACTION)
-    return total
-
-
-def slots_memory(
-    layout: ModelLayout,
-    costs: Sequence[LayerCost],
-    plan: ExecutionPlan,
-    num_devices: int,
-    num_microbatches: int,
-    first_device: int,
-) -> tuple[list[int], int, list[int]]:
-    """What one iteration puts into the workers' arenas, in bytes.
-
-    Returns (the most that each holds, the most of activations in all of them, gradients in each at the end).
-
-    Gradients stay until the iteration's end, as if the optimizer came last; what a slot has read goes when the one
-    after it has written, as both run at the same time.
-    """
-    live, peaks = [0] * num_devices, [0] * num_devices
-    alive: dict[tuple[str, int], tuple[int, int]] = {}
-    """(what, position) -> (device, bytes)."""
-    most, freed_later = 0, list[tuple[str, int]]()
-    starts = {stage.start for stage in plan.forward} | {stage.start for stage in plan.backward}
-    backward_starts = {stage.start for stage in plan.backward}
-
-    def put(what: str, position: int, device: int, nbytes: int) -> None:
-        alive[what, position] = (device, nbytes)
-        live[device] += nbytes
-        peaks[device] = max(peaks[device], live[device])
-
-    def drop(keys: Sequence[tuple[str, int]]) -> None:
-        for key in keys:
-            device, nbytes = alive.pop(key, (0, 0))
-            live[device] -= nbytes
-
-    for number, stage in enumerate([*plan.forward, *plan.backward]):
-        device = (first_device + number) % num_devices
-        if number < len(plan.forward):
-            for position in range(stage.start + 1, stage.stop + 1):
-                if position in starts:
-                    put("act", position, device, num_microbatches * costs[position].input_bytes)
-            done = [] if stage.start in backward_starts else [("act", stage.start)]
-        else:
-            if stage.start > 0 and costs[stage.start].gradient_bytes:
-                put("agrad", stage.start, device, num_microbatches * costs[stage.start].gradient_bytes)
-            gradients = sum(_gradient_bytes(layout, position) for position in stage)
-            put("gradients", stage.start, device, gradients)
-            done = [("act", stage.start), ("agrad", stage.stop)]
-        most = max(most, sum(nbytes for (what, _), (_, nbytes) in alive.items() if what != "gradients"))
-        if num_devices == 1:
-            drop(done)
-        else:
-            drop(freed_later)
-            freed_later = done
-    gradients_of = [0] * num_devices
-    for (what, _), (device, nbytes) in alive.items():
-        gradients_of[device] += nbytes if what == "gradients" else 0
-    return peaks, most, gradients_of
-
-
-def _gradient_bytes(layout: ModelLayout, position: int) -> int:
-    units = (layout.units[unit] for unit in layout.layer_units[position])
-    return sum(align(gradient_layout(unit)[1]) for unit in units if unit.trainable)
+    kinds |= {"boundary activations": walk.most_activations, "batches and buffers": batches + buffers}
+    sums = sum(optimizer_layout(unit)[1] for unit in layout.units if unit.trainable and len(unit.positions) > 1)
+    kinds["sums of shared parameters"] = sums
+    kinds["master copies, freed late"] = max(0, optimizer.peak - at_load - sums)
+    # which way a run goes depends on how fast its optimizer is beside its devices: the middle is off by half at most
+    arenas = {one.owner: (one.total_bytes + other.total_bytes) // 2 for one, other in zip(*rows, strict=True)}
+    return HostEstimate(kinds, arenas, least, most)
 
 
 def device_memory(

@@ -17,6 +17,7 @@ from launcher.model_source import OPTIMIZERS, read_source
 from rpruntime.errors import ConfigError
 from rpruntime.layout import ModelLayout, lay_out
 from rpruntime.loading import state_tensors_per_parameter
+from rpruntime.optimizer.pieces import FUSED
 from rpruntime.schedule import ExecutionPlan
 from rpruntime.store.limits import gib, read_host_memory
 
@@ -39,6 +40,7 @@ class ModelEstimate:
     basis: str
     optimizer: str
     states: int
+    prepared: bool
     optimizer_ms: float | None
     tokens: int | None
     asynchronous: bool
@@ -53,7 +55,8 @@ class ModelEstimate:
 
     def memory(self, chosen: ExecutionPlan) -> tuple[HostEstimate, DeviceEstimate]:
         """With `plan="auto"` the run begins with one layer a stage, then it has the chosen plan."""
-        plans = [ExecutionPlan.one_layer_a_stage(len(self.costs)), chosen]
+        first = ExecutionPlan.one_layer_a_stage(len(self.costs))
+        plans = [first] if chosen == first else [first, chosen]
         host = host_memory(
             self.layout,
             self.costs,
@@ -62,6 +65,7 @@ class ModelEstimate:
             asynchronous=self.asynchronous,
             num_devices=self.num_devices,
             num_microbatches=self.num_microbatches,
+            prepared=self.prepared,
         )
         return host, device_memory(self.layout, self.costs, plans, self.num_devices)
 
@@ -74,10 +78,15 @@ class ModelEstimate:
         found = [
             f"{sum(p.numel() for p in parameters) / 1e9:.3g} G parameters, {trained / 1e9:.3g} G trained, "
             f"{', '.join(kinds)}, {self.optimizer} ({self.states} states)",
-            f"host memory {gib(host.total)} shared, beside the processes' own",
+            f"host memory {gib(host.total)} shared ({gib(host.least)} to {gib(host.most)}, by when messages free it), "
+            "beside the processes' own",
         ]
         found += [f"  {gib(nbytes):>10}  {kind}" for kind, nbytes in host.kinds.items() if nbytes]
-        found.append(f"  {gib(host.total - sum(host.kinds.values())):>10}  room for growth in the arenas")
+        room = host.total - sum(host.kinds.values())
+        if room >= 0:
+            found.append(f"  {gib(room):>10}  room for growth in the arenas")
+        else:
+            found.append(f"  {gib(-room):>10}  less, as these are not all needed at once")
         room, which = read_host_memory().available()
         fits = "fits" if host.total <= room else "does NOT fit"
         found.append(f"  {fits} on this machine: {gib(room)} ({which})")
@@ -97,6 +106,7 @@ class ModelEstimate:
         host, device = self.memory(chosen)
         return {
             "host_bytes": host.total,
+            "host_range": [host.least, host.most],
             "host_kinds": host.kinds,
             "host_arenas": host.arenas,
             "device_bytes": device.total,
@@ -146,7 +156,7 @@ def estimate_model(options: argparse.Namespace) -> ModelEstimate:
         step_ms = measuring.optimizer_ms(kind, sum(p.numel() for p in trained))
     return ModelEstimate(
         layout, costs, forward, backward, basis,
-        "no optimizer" if kind is None else kind.__name__, states, step_ms,
+        "no optimizer" if kind is None else kind.__name__, states, kind is None or kind in FUSED, step_ms,
         None if source.tokens is None else source.tokens // options.microbatches,
         options.asynchronous, options.devices, options.microbatches,
     )  # fmt: skip

@@ -89,6 +89,7 @@ def _plan_parser() -> argparse.ArgumentParser:
     model.add_argument("--input", metavar="SHAPE[:DTYPE]", help="a whole batch, as 64,3,224,224 or 64,2048:int64")
     model.add_argument("--dtype", help="as RoundPipe's: bfloat16; default: the model's own")
     model.add_argument("--optimizer", default="adamw", metavar="NAME", help="of torch.optim, or none; default adamw")
+    model.add_argument("--plan", choices=("auto", "layers"), default="auto", help="as RoundPipe's; default auto")
     model.add_argument("--tflops", type=float, metavar="T", help="of a device; default: measured on this machine's")
     model.add_argument("--measure", action="store_true", help="time each kind of layer on this machine's device")
     return parser
@@ -270,6 +271,8 @@ def _plan(options: argparse.Namespace) -> None:
             num_devices=setting.devices,
             num_microbatches=setting.microbatches,
         )
+    elif options.plan == "layers":
+        chosen = ExecutionPlan.one_layer_a_stage(len(layers.names))
     else:
         chosen = setting.partition(options.asynchronous)
     stages = _describe_stages(chosen, setting)
