@@ -355,14 +355,15 @@ with rp.RoundPipe(model, optimizer, loss_fn=loss_fn, num_microbatches=4, plan="l
         ("tied", "SGD", False),  # a parameter of two layers, no state
     ],
 )
-def test_host_memory_is_within_a_tenth_of_what_a_run_reserves(
+def test_host_memory_is_what_a_run_reserves(
     model: str, optimizer: str, asynchronous: bool, factory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["plan", f"{factory}:{model}", "--devices", "2", "--microbatches", "4", "--optimizer", optimizer]
     words += ["--batch", "64"] if model == "wide" else ["--batch", "8", "--seq", "32"]
     words += ["--tflops", "0.05", "--json", "--plan", "layers", *(["--asynchronous"] if asynchronous else [])]
     assert rpctl.main(words) == 0
-    wanted = json.loads(capsys.readouterr().out)["model"]["host_bytes"]
+    found = json.loads(capsys.readouterr().out)["model"]
+    wanted, (least, most) = found["host_bytes"], found["host_range"]
     script = tmp_path / "train.py"
     script.write_text(TRAIN.format(factory=factory, mode=asynchronous, model=model, optimizer=optimizer))
     kept = {key: value for key, value in os.environ.items() if not key.startswith("RPRUNTIME_")}
@@ -377,7 +378,11 @@ def test_host_memory_is_within_a_tenth_of_what_a_run_reserves(
     assert run.returncode == 0, run.stderr
     used = json.loads(run.stdout.splitlines()[-1])
     assert used > 200 * MIB
-    assert abs(wanted - used) <= 0.1 * used, f"{wanted / MIB:.0f} MiB estimated, {used / MIB:.0f} used"
+    said = f"{wanted / MIB:.0f} MiB estimated, {least / MIB:.0f} to {most / MIB:.0f}, {used / MIB:.0f} used"
+    if asynchronous:  # the middle of the range may be off by more than a tenth (docs/scheduling.md)
+        assert 0.99 * least <= used <= 1.01 * most, said
+    else:
+        assert abs(wanted - used) <= 0.1 * used, said
 
 
 # --- times
