@@ -45,6 +45,14 @@ def decoder_unit(index: int, width: int) -> UnitSpec:
     return UnitSpec(index, True, (index,), nbytes, params)
 
 
+@torch.no_grad()
+def repeat(std: float, into: torch.Tensor) -> None:
+    """Fill with one random row again and again: drawing 2 G normal numbers takes minutes."""
+    row = (torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)) * std).to(into.dtype)
+    for piece in into.view(-1).split(row.numel()):
+        piece.copy_(row[: piece.numel()])
+
+
 class Bench:
     """Units with gradients, stepped as the optimizer process does."""
 
@@ -61,11 +69,11 @@ class Bench:
         self.parts: list[SlabPart] = []
         for unit in self.units:
             for param in unit.params:
-                torch.nn.init.normal_(param, std=0.02)
+                repeat(0.02, param)
             unit.adopt_optimizer(whole)
             unit.place_state()
             slab = self.arena.allocate(gradient_layout(unit.spec)[1])
-            self.arena.store.bytes_of(slab).view(torch.bfloat16).normal_(std=1e-3)
+            repeat(1e-3, self.arena.store.bytes_of(slab).view(torch.bfloat16))
             self.parts.append(SlabPart(unit.spec.index, slab, (True,) * len(unit.params)))
         self.groups: tuple[dict[str, Any], ...] = ({"lr": 1e-4},)
         self.old: list[Extent] = []

@@ -26,9 +26,9 @@ from torch.optim.sgd import sgd
 
 from rpruntime.store.arena import dtype_of
 
-ELEMENTS_A_THREAD = 1 << 16
-"""Of a batch, for each thread: 20 bytes each (gradient, scratch, weight, moments, master) fit a cache of 2 MiB. Below
-2^15 torch casts with fewer threads than it steps with; the smaller it is, the more the calls cost."""
+ELEMENTS_A_THREAD = 1 << 18
+"""Of a batch, for each thread: 20 bytes each (gradient, scratch, weight, moments, master) are 5 MiB, a core's share of
+the last cache. The smaller it is, the more the calls and their barriers cost (docs/performance.md)."""
 GRAIN = 16
 """Elements of a line of 64 bytes in fp32: torch's kernels cut tensors there for their threads too."""
 
