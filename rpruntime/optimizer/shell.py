@@ -123,18 +123,24 @@ class OptimizerShell:
             if isinstance(msg, LoadModelMsg):
                 msg = unpack_struct(bytes(self._store.tensor(msg.spec).numpy()))
             if self._machine.understands(msg):
-                self._todo.extend(self._machine.handle(msg))
+                instructions = self._machine.handle(msg)
+                # at once, though units wait to be stepped: their new weights take the room of old ones
+                for freed in (found for found in instructions if isinstance(found, m.FreeOwn)):
+                    self._try(freed)
+                self._todo.extend(found for found in instructions if not isinstance(found, m.FreeOwn))
         if messages and self._trace.on:
             self._trace.took(len(messages), began, time.monotonic())
         if self._todo:
-            instruction = self._todo.popleft()
-            try:
-                self._carry_out_now(instruction)
-            except Exception as err:
-                log.exception("carrying out %s", type(instruction).__name__)
-                error = describe(err, phase="step", device=self._post.role)
-                self._post.send(m.CONTROLLER, RoleFailedMsg(self._post.role, _model_of(instruction), error))
+            self._try(self._todo.popleft())
         return bool(self._todo)
+
+    def _try(self, instruction: Any) -> None:
+        try:
+            self._carry_out_now(instruction)
+        except Exception as err:
+            log.exception("carrying out %s", type(instruction).__name__)
+            error = describe(err, phase="step", device=self._post.role)
+            self._post.send(m.CONTROLLER, RoleFailedMsg(self._post.role, _model_of(instruction), error))
 
     def _carry_out_now(self, instruction: Any) -> None:
         began = time.monotonic()
