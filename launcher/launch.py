@@ -187,6 +187,8 @@ class Launcher:
         elif isinstance(msg, DetachMsg):
             if self._succession.holder is not None and self._succession.holder.incarnation == msg.incarnation:
                 self._on_controller_gone()
+            elif self._waiting is not None and self._waiting.incarnation == msg.incarnation:
+                self._waiting = None  # it waits no longer
         elif isinstance(msg, SettledMsg):
             if self._succession.phase == "settling" and msg.incarnation == self._succession.floor - 1:
                 self._begin_reset()
@@ -220,7 +222,10 @@ class Launcher:
         if msg is None or succession.phase != "clean" or self._mailbox is None:
             return
         self._waiting = None
-        succession.attach(Holder(msg.incarnation, msg.pid, start_time(msg.pid), tuple(msg.argv), time.time()))
+        started = start_time(msg.pid)
+        if started is None:  # it has ended while it waited
+            return
+        succession.attach(Holder(msg.incarnation, msg.pid, started, tuple(msg.argv), time.time()))
         with contextlib.suppress(ProcessLookupError):
             self._controller_fd = open_pidfd(msg.pid)
         self._greet()
@@ -269,11 +274,8 @@ class Launcher:
         holder = succession.holder
         if holder is not None and (ended or (self._controller_fd < 0 and start_time(holder.pid) != holder.start_time)):
             self._on_controller_gone()
-        if succession.phase == "settling":
-            procs = self._supervisor.procs.values()
-            pages = [p for p in procs if p.device is not None and isinstance(p, ReadyProc)]
-            if succession.is_stuck(self._supervisor.status_of(proc) for proc in pages):
-                self._begin_reset()
+        if succession.phase == "settling" and succession.is_stuck(self._supervisor.pages()):
+            self._begin_reset()
         for role in succession.overdue():
             self._supervisor.kill(role, f"it did not let go of its work within {RESET_TIMEOUT_S:g} s")
 

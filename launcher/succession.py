@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from rpruntime.status import Status
 
 STUCK_S = 2.0
-"""A sealed step whose gradients do not come while no worker has anything to do is given up after so long."""
+"""A sealed step whose gradients do not come while no process has anything to do is given up after so long."""
 RESET_TIMEOUT_S = 30.0
 """A worker that has not let go of its work by then is killed."""
 
@@ -25,7 +25,7 @@ class Holder:
 
     incarnation: int
     pid: int
-    start_time: int | None
+    start_time: int
     argv: tuple[str, ...]
     since: float
     """Seconds since the epoch."""
@@ -64,7 +64,10 @@ class Succession:
         return left
 
     def is_stuck(self, statuses: Iterable[Status | None]) -> bool:
-        """Whether all workers have stood still for a while, so that nothing more will come."""
+        """Whether workers and optimizer have stood still for a while, so that nothing more will come.
+
+        Workers that wait for weights are still too: those come from a step that the optimizer is busy with.
+        """
         seen = tuple((None if s is None else (s.busy, s.progress)) for s in statuses)
         now = self.clock()
         if seen != self._quiet[1] or any(s is not None and s[0] for s in seen):

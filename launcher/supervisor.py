@@ -145,14 +145,14 @@ class Supervisor:
         for role, proc in self.procs.items():
             is_ready = isinstance(proc, ReadyProc)
             # A process that imports torch from a slow disk is silent for long; the launcher says what it waits for.
-            status = read(self._status_path(proc)) if is_ready else None
+            status = read(self._status_path(proc)) if is_ready and proc.device is not None else None
             starting = not is_ready and proc.incarnation > 1
             found[role, proc.incarnation] = Sighting(proc.who, is_stopped(proc.popen.pid), status, starting)
         return found
 
-    def status_of(self, proc: Proc) -> Status | None:
-        """A worker's status page."""
-        return read(self._status_path(proc))
+    def pages(self) -> list[Status | None]:
+        """The status pages of all that take work, the optimizer's too."""
+        return [read(self._status_path(proc)) for proc in self.procs.values() if isinstance(proc, ReadyProc)]
 
     def kill(self, role: str, reason: str) -> None:
         """SIGKILL a child; `reason` is why it has ended then."""

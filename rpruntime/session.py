@@ -318,7 +318,10 @@ class Session:
         try:
             attached = self._ask_for_place(timeout_s)
         except BaseException:
+            self.post.send("launcher", DetachMsg(self.incarnation))  # it may still wait to be let in
+            self.post.flush(1.0)
             self.post.close()
+            self.segments.close()
             self._place.leave()
             self._close_launcher_fd()
             raise

@@ -1,5 +1,7 @@
 """A worker's status page: what it is doing, for its launcher to read, also when the worker is dead.
 
+The optimizer has one too, of which only `busy` and `progress` are used.
+
     FOLDER/ROLE.INCARNATION.status     4 KiB, 0600, mapped by the worker, read by the launcher
 
     byte  0  heartbeat    CLOCK_MONOTONIC, ns; a thread of the worker's writes it twice a second

@@ -11,9 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from launcher.succession import STUCK_S, Holder, Succession
 from rpruntime.status import Status
+from rpruntime.wire.codec import encode
+from rpruntime.wire.mailbox import Mailbox, new_keys
+from rpruntime.wire.messages import FreeMsg
+from rpruntime.wire.succession import ControllerGoneMsg, ResetMsg
 from tests.launching import ROOT
 from tests.leaks import Watch, no_leaks, wait_until
 
@@ -283,6 +288,46 @@ def test_a_killed_controller_loses_what_no_step_has_taken() -> None:
             served.stop()
 
 
+SLOW_STEPS = (
+    MODEL
+    + """
+import os, signal, time
+class Slow(torch.optim.SGD):
+    def step(self, closure=None):
+        if os.path.exists(FOLDER + "/go"):
+            open(FOLDER + "/stepping", "w").close()
+            time.sleep(SECONDS)
+        return super().step(closure)
+rp.init(name=SESSION)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Tanh())
+pipe = rp.RoundPipe(model, Slow(model.parameters(), lr=0.1), loss_fn=loss_fn, num_microbatches=2, plan="layers")
+open(FOLDER + "/go", "w").close()
+for number in range(2):
+    pipe.forward_backward(*batch(number))
+    pipe.step()
+while not os.path.exists(FOLDER + "/stepping"):
+    time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+)
+
+
+@pytest.mark.timeout(300)
+def test_a_sealed_step_finishes_that_waits_for_a_long_one(tmp_path: Path) -> None:
+    """The workers have nothing to do for longer than `STUCK_S`, as the weights that they need come from that one."""
+    with no_leaks() as watch:
+        served = Served(watch, "served-slow", "-q")
+        try:
+            dying = served.start(f"FOLDER, SECONDS = {str(tmp_path)!r}, {STUCK_S + 1.5}\n{SLOW_STEPS}")
+            _, err = dying.communicate(timeout=120)
+            assert dying.returncode == -signal.SIGKILL, err
+            look = "import rpruntime as rp\nclient = rp.Client.attach(SESSION, timeout_s=60)\n"
+            assert served.run(look + "print(client.models['default'].step_count)") == "2\n"
+        finally:
+            served.stop()
+
+
 # --- the succession, pure
 
 
@@ -324,3 +369,35 @@ def test_a_sealed_step_is_given_up_when_all_workers_stand_still(busy: bool) -> N
     clock[0] = STUCK_S
     assert succession.is_stuck([Status(1, busy, 5)]) == (not busy)
     assert not succession.is_stuck([Status(1, busy, 6)]), "it moved"
+
+
+# --- mail of controllers that are gone
+
+
+class _Waiting:
+    """An inbox in which these messages are, in this order."""
+
+    def __init__(self, *mail: tuple[str, Any]) -> None:
+        self.frames = [[b"", sender.encode(), *encode(msg)] for sender, msg in mail]
+
+    def recv_multipart(self, flags: int) -> list[bytes]:
+        if not self.frames:
+            raise zmq.Again
+        return self.frames.pop(0)
+
+
+def test_what_a_controller_has_sent_counts_though_the_news_of_its_end_is_read_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box = Mailbox(tmp_path, "optimizer", 1, new_keys())
+    gone, last = ControllerGoneMsg(1), FreeMsg(())
+    with monkeypatch.context() as patch:
+        patch.setattr(box, "_inbox", _Waiting(("launcher.1", gone), ("controller.1", last)))
+        assert box.receive() == [last, gone]
+        patch.setattr(box, "_inbox", _Waiting(("controller.1", last), ("controller.2", last)))
+        assert box.receive() == [last], "of the next one only"
+        gone = ControllerGoneMsg(2)
+        mail = ("launcher.1", gone), ("launcher.1", ResetMsg(3, {})), ("controller.2", last)
+        patch.setattr(box, "_inbox", _Waiting(*mail))
+        assert box.receive() == [gone, ResetMsg(3, {})], "a launcher's messages keep their order"
+    box.close()

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from rpruntime.process import start_child
+from rpruntime.status import StatusPage, status_path
 
 child = start_child()  # before the heavy imports: from here on the process ends with its launcher
+
+try:
+    page = StatusPage.create(status_path(child.folder, child.role, child.incarnation))
+except OSError as err:
+    child.start_failed(f"no room for its status page: {err}")
+    raise
 
 import torch  # noqa: E402
 
@@ -28,7 +35,9 @@ def main() -> None:
         messages = child.mailbox.receive(0.0 if busy else IDLE_WAIT_S)
         if any(isinstance(msg, ShutdownMsg) for msg in messages):
             break
+        page.set_busy(busy or bool(messages))
         busy = shell.step(messages)
+        page.set_busy(busy)
     child.end()
 
 

@@ -5,7 +5,8 @@
 
 Messages from one sender to one receiver keep their order. The first frame is the sender, `ROLE.INCARNATION`: what a
 dead process has left on the way is dropped once its successor is known, which the mailbox learns as it reads
-(`FenceMsg`, `RoleDiedMsg`, `ResetMsg`), so that nothing slips through behind the news.
+(`FenceMsg`, `RoleDiedMsg`, `ResetMsg`), so that nothing slips through behind the news. A controller that is gone
+(`ControllerGoneMsg`) is different: what it had sent counts, so that news comes last of what is here.
 
 The session's key pair is both the server key and the only client key that an inbox accepts (ZAP), so whoever cannot
 read `session.json` cannot send. No linger: closing never waits for a dead peer. Not thread-safe: the owner serialises.
@@ -129,11 +130,12 @@ class Mailbox:
         if timeout_s > 0 and not self._inbox.poll(int(timeout_s * 1000)):
             return []
         messages: list[Any] = []
+        gone: list[Any] = []
         while True:
             try:
                 _, sender, *frames = self._inbox.recv_multipart(flags=zmq.NOBLOCK)
             except zmq.Again:
-                return messages
+                return messages + self._noted(gone)
             except ValueError:
                 continue
             name = sender[:_MAX_SENDER_BYTES].decode(errors="replace")
@@ -149,8 +151,18 @@ class Mailbox:
             except ProtocolError as err:
                 self._refuse(name, err)
                 continue
+            if isinstance(msg, ControllerGoneMsg):
+                gone.append(msg)
+                continue
+            if isinstance(msg, ResetMsg):  # from the same sender
+                messages += self._noted(gone)
+                gone = []
+            messages += self._noted([msg])
+
+    def _noted(self, messages: list[Any]) -> list[Any]:
+        for msg in messages:
             self._note(msg)
-            messages.append(msg)
+        return messages
 
     def _note(self, msg: Any) -> None:
         if isinstance(msg, FenceMsg | RoleDiedMsg):
