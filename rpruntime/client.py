@@ -136,6 +136,8 @@ class Client:
         self.models = Models(self)
         """All of them, by name."""
         self._answer: ModelsMsg | None = None
+        self._has_asked = self._has_looked = False
+        """Whether the optimizer was asked for the session's models, and whether they are in `found`."""
         self.checkpoints: dict[str, str] = {}
         """Of each pipe, by name, the newest checkpoint that this run has completed or loaded."""
         self._next_model = 0
@@ -181,16 +183,23 @@ class Client:
             self._thread.start()
 
     def find_models(self) -> None:
-        """Learn what earlier controllers of the session have left."""
+        """Learn what earlier controllers of the session have left; once. After an interrupt, call it again."""
+        if self._has_looked:
+            return
         self.wait_roles()
-        self.send(OPTIMIZER, ReadModelsMsg("controller", True))
+        with uninterrupted():
+            if not self._has_asked:
+                self.send(OPTIMIZER, ReadModelsMsg("controller", True))
+            self._has_asked = True
         self.wait(lambda: self._answer is not None, "the session's models")
         assert self._answer is not None
-        for row in self._answer.models:
-            self._next_model = max(self._next_model, row.model)
-            if row.state is not None:
-                self.found[row.name] = unpack_struct(bytes(self.store.tensor(row.state).numpy()))
-                self.free({row.state.extent})
+        with uninterrupted():
+            for row in self._answer.models:
+                self._next_model = max(self._next_model, row.model)
+                if row.state is not None:
+                    self.found[row.name] = unpack_struct(bytes(self.store.tensor(row.state).numpy()))
+                    self.free({row.state.extent})
+            self._has_looked = True
 
     def take_over(self, name: str) -> Model:
         """Go on with a model that another program has left. Raises KeyError: there is none of this name."""
@@ -521,6 +530,8 @@ def client_of(session: Any) -> Client:
     found: Client | None = getattr(session, "client", None)
     if found is None:
         found = session.client = Client(session)
-        if getattr(session, "incarnation", 1) > 1:
-            found.find_models()
+    if (
+        getattr(session, "incarnation", 1) > 1
+    ):  # also when an interrupt came in the middle: numbers of models depend on it
+        found.find_models()
     return found

@@ -12,7 +12,7 @@ from typing import Any
 from rpruntime.errors import RoundPipeError, SessionLost
 from rpruntime.served import read_session
 from rpruntime.store.segments import SegmentClient
-from rpruntime.wire.mailbox import Mailbox
+from rpruntime.wire.mailbox import OBSERVER, Mailbox
 from rpruntime.wire.succession import ModelsMsg, ReadModelsMsg
 
 
@@ -32,7 +32,7 @@ def look_at(folder: Path, body: dict[str, Any], timeout_s: float) -> Seen:
     Raises:
         SessionLost: nobody answers.
     """
-    role = f"observer-{os.getpid()}-{secrets.token_hex(4)}"
+    role = f"{OBSERVER}{os.getpid()}-{secrets.token_hex(4)}"
     public, secret = body["keys"]
     segments = SegmentClient(folder, body["token"], owner=f"{role}.1")
     try:

@@ -8,19 +8,21 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import zmq
 
+import rpruntime.client
 from launcher.succession import STUCK_S, Holder, Succession
 from rpruntime.status import Status
 from rpruntime.wire.codec import encode
-from rpruntime.wire.mailbox import Mailbox, new_keys
+from rpruntime.wire.mailbox import OBSERVER, Mailbox, new_keys
 from rpruntime.wire.messages import FreeMsg
-from rpruntime.wire.succession import ControllerGoneMsg, ResetMsg
+from rpruntime.wire.succession import ControllerGoneMsg, ModelsMsg, ResetMsg
 from tests.launching import ROOT
-from tests.leaks import Watch, no_leaks, wait_until
+from tests.leaks import Watch, no_leaks, open_descriptors, wait_until
 
 RPCTL = [sys.executable, "-m", "launcher.rpctl"]
 
@@ -401,3 +403,36 @@ def test_what_a_controller_has_sent_counts_though_the_news_of_its_end_is_read_fi
         patch.setattr(box, "_inbox", _Waiting(*mail))
         assert box.receive() == [gone, ResetMsg(3, {})], "a launcher's messages keep their order"
     box.close()
+
+
+def test_an_observer_is_answered_and_leaves_nothing_in_who_answers(tmp_path: Path) -> None:
+    keys = new_keys()
+    box = Mailbox(tmp_path, "optimizer", 1, keys)
+    before = open_descriptors()
+    for number in range(20):
+        observer = Mailbox(tmp_path, f"{OBSERVER}{number}", 1, keys)
+        box.send(observer.role, ModelsMsg(()))
+        assert observer.receive(10.0) == [ModelsMsg(())]
+        observer.close()
+    wait_until(lambda: open_descriptors() <= before, 10.0, "its sockets are closed")
+    box.close()
+
+
+def test_models_are_looked_for_again_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        tries = 0
+
+        def __init__(self, session: Any) -> None:
+            pass
+
+        def find_models(self) -> None:
+            self.tries += 1
+            if self.tries == 1:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(rpruntime.client, "Client", Interrupted)
+    session = SimpleNamespace(incarnation=2)
+    with pytest.raises(KeyboardInterrupt):
+        rpruntime.client.client_of(session)
+    found = rpruntime.client.client_of(session)
+    assert found.tries == 2 and found is session.client

@@ -28,6 +28,9 @@ from rpruntime.wire.succession import ControllerGoneMsg, ResetMsg
 log = logging.getLogger(__name__)
 
 MAX_SOCKET_PATH_BYTES = 107
+OBSERVER = "observer-"
+"""So begin the roles of those who ask once and go; any number of them may come."""
+_ANSWER_LINGER_MS = 2000
 _MAX_SENDER_BYTES = 80
 _MAX_NAMED = 64
 """Senders whose bad messages are logged, each once: a flood of them is to flood no log."""
@@ -119,6 +122,8 @@ class Mailbox:
         if role not in self._outboxes:
             self._outboxes[role] = self._connect(role)
         self._outboxes[role].send_multipart([self._sender, *encode(msg)], flags=zmq.NOBLOCK)
+        if role.startswith(OBSERVER):
+            self._outboxes.pop(role).close(linger=_ANSWER_LINGER_MS)
 
     def wait(self, timeout_s: float) -> bool:
         """Whether a message comes within `timeout_s`; takes none, so that a lock is needed only for `receive`."""
