@@ -372,14 +372,18 @@ def test_a_flood_of_bad_messages_is_logged_and_answered_once(inbox: Inbox, caplo
     other.close()
 
 
-@pytest.mark.parametrize("dress", [no_security, foreign_keys, public_key_known])
+@pytest.mark.parametrize("dress", [None, foreign_keys, public_key_known])
 def test_strangers_are_logged_once(
-    inbox: Inbox, dress: Callable[[Any, Inbox], None], caplog: pytest.LogCaptureFixture
+    inbox: Inbox, dress: Callable[[Any, Inbox], None] | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     inbox.check()
     assert said(caplog) == []
     context = zmq.Context()
     for _ in range(5):
+        if dress is None:
+            _greet_without_security(inbox)
+            inbox.check()
+            continue
         stranger = context.socket(zmq.DEALER)
         dress(stranger, inbox)
         monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -391,6 +395,14 @@ def test_strangers_are_logged_once(
     context.destroy(linger=0)
     wait_until(lambda: inbox.box.receive() or said(caplog), 5.0, "it is logged")
     assert len(said(caplog)) == 1 and "has not the session's keys" in said(caplog)[0]
+
+
+def _greet_without_security(inbox: Inbox) -> None:
+    """By hand: a ZeroMQ socket hangs up itself when it reads our greeting, often before the inbox has read its own."""
+    with inbox.raw() as sock, contextlib.suppress(ConnectionResetError):
+        sock.sendall(GREETING.replace(b"CURVE", b"NULL\0"))
+        while sock.recv(4096):
+            pass
 
 
 def test_a_frame_that_is_far_too_large_cuts_only_its_connection(inbox: Inbox) -> None:
