@@ -34,7 +34,7 @@ def look_at(folder: Path, body: dict[str, Any], timeout_s: float) -> Seen:
     """
     role = f"{OBSERVER}{os.getpid()}-{secrets.token_hex(4)}"
     public, secret = body["keys"]
-    segments = SegmentClient(folder, body["token"], owner=f"{role}.1")
+    segments = SegmentClient(folder, body["token"], owner=f"{role}.1", timeout_s=timeout_s)
     try:
         memory = segments.held_bytes()
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,10 @@ import zmq
 
 import rpruntime.client
 from launcher.succession import STUCK_S, Holder, Succession
+from rpruntime.errors import SessionLost
+from rpruntime.looking import look_at
 from rpruntime.status import Status
+from rpruntime.store.segments import SOCKET_NAME
 from rpruntime.wire.codec import encode
 from rpruntime.wire.mailbox import OBSERVER, Mailbox, new_keys
 from rpruntime.wire.messages import FreeMsg
@@ -436,3 +440,11 @@ def test_models_are_looked_for_again_after_an_interrupt(monkeypatch: pytest.Monk
         rpruntime.client.client_of(session)
     found = rpruntime.client.client_of(session)
     assert found.tries == 2 and found is session.client
+
+
+def test_looking_at_a_session_whose_launcher_is_stopped_ends_in_time(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+        silent.bind(str(tmp_path / SOCKET_NAME))
+        silent.listen()
+        with pytest.raises(SessionLost, match="timed out"):
+            look_at(tmp_path, {"keys": new_keys(), "token": "x"}, timeout_s=0.2)

@@ -334,12 +334,17 @@ class SegmentServer:
 
 
 class SegmentClient:
-    """One process's side: makes segments, maps those of others. Thread-safe; a forked child connects anew."""
+    """One process's side: makes segments, maps those of others. Thread-safe; a forked child connects anew.
 
-    def __init__(self, folder: Path, token: str, *, owner: str = "") -> None:
+    `timeout_s`: the launcher counts as gone if it says nothing for so long; None: only its end counts, as reserving
+    memory may take long.
+    """
+
+    def __init__(self, folder: Path, token: str, *, owner: str = "", timeout_s: float | None = None) -> None:
         self._folder = folder
         self._token = token
         self._owner = owner or f"pid{os.getpid()}"
+        self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._sock: socket.socket | None = None
@@ -462,6 +467,7 @@ class SegmentClient:
 
     def _connect(self) -> None:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.settimeout(self._timeout_s)
         try:
             sock.connect(str(self._folder / SOCKET_NAME))
             send(sock, {"token": self._token, "owner": self._owner})
