@@ -35,15 +35,20 @@ class Calls:
         *,
         num_items: float | None = None,
         may_be_zero: bool = False,
+        has_loss: bool = True,
     ) -> CutCall:
-        """Cut a batch into micro-batches. Raises ConfigError: it cannot be cut; nothing has happened."""
+        """Cut a batch into micro-batches, weighed by rows where there is no loss.
+
+        Raises:
+            ConfigError: it cannot be cut; nothing has happened.
+        """
         prepared = self._model.prepared
         cut = cut_call(
             inputs,
             labels,
             num_microbatches=num_microbatches,
             chunk_dims=prepared.chunk_dims,
-            loss_weight=prepared.loss_weight,
+            loss_weight=prepared.loss_weight if has_loss else None,
             num_items=num_items,
             may_be_zero=may_be_zero,
         )

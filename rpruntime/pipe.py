@@ -253,7 +253,7 @@ class RoundPipe:
         self._model.start_of_call()
         if self._labels_in_dict:
             inputs, _ = take_labels(inputs, None, keep=False)
-        cut = self._model.calls.cut(inputs, None, num_microbatches or self._num_microbatches)
+        cut = self._model.calls.cut(inputs, None, num_microbatches or self._num_microbatches, has_loss=False)
         return merge_outputs(self._model.calls.infer(cut, self.plan), cut.rows, dims=cut.dims)
 
     def evaluate(self, batches: Iterable[Any], *, max_batches: int | None = None) -> EvalResult:
