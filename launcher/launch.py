@@ -76,8 +76,11 @@ class Launcher:
         """Readable when the controller's process has ended; -1: none is attached, or the kernel has no such thing."""
         self._waiting: AttachMsg | None = None
         """Who wants the controller's place as soon as everybody has been reset."""
-        self._late: set[str] = set()
-        """Roles that became ready after a controller had gone and have not answered their reset."""
+        self._late: dict[str, int] = {}
+        """Roles that became ready after a controller had gone and have not answered their reset; its number.
+
+        The number that they answer with may be lower than that of a controller that was let in meanwhile.
+        """
         # Why a process could not start, in its own words, by role and incarnation.
         self._failed_reasons: dict[tuple[str, int], str] = {}
         self.shutdown_asked = False
@@ -256,7 +259,7 @@ class Launcher:
         if succession.phase == "clean" and not succession.known:
             self._tell_controller(RoleReadyMsg(proc.role, proc.incarnation, proc.info))
             return
-        self._late.add(proc.role)
+        self._late[proc.role] = succession.floor
         if succession.phase == "resetting":
             succession.waits_for.add(proc.role)
         if succession.phase != "settling":  # else it is told with the others
@@ -266,6 +269,8 @@ class Launcher:
         assert self._mailbox is not None
         succession = self._succession
         roles = {r: p.incarnation for r, p in self._supervisor.procs.items() if p.device is not None}
+        if role in self._late:
+            self._late[role] = succession.floor
         self._mailbox.send(role, ResetMsg(succession.floor, roles, succession.retired))
 
     def _watch_controller(self, *, ended: bool) -> None:
@@ -305,8 +310,8 @@ class Launcher:
             self._tell_to_reset("optimizer")
 
     def _on_reset_done(self, msg: ResetDoneMsg) -> None:
-        if msg.role in self._late and msg.incarnation == self._succession.floor:
-            self._late.discard(msg.role)
+        if self._late.get(msg.role) == msg.incarnation:
+            del self._late[msg.role]
             proc = self._supervisor.procs.get(msg.role)
             if isinstance(proc, ReadyProc):
                 self._tell_controller(RoleReadyMsg(proc.role, proc.incarnation, proc.info))
@@ -337,7 +342,7 @@ class Launcher:
             follows = self._restart(ended, follows)
         note_end(ended.log_file, f"{ended.who} ended: {ended.reason}")
         self._deaths.note(ended, follows)
-        self._late.discard(ended.role)
+        self._late.pop(ended.role, None)
         self._on_answered(ended.role)
         self._save()
         others = any(proc.device is not None for proc in self._supervisor.procs.values())

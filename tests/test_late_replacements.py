@@ -1,0 +1,73 @@
+"""A worker's replacement that becomes ready between two controllers: the next one hears of it, whatever its number."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from launcher.children import ReadyProc
+from launcher.devices import Device
+from launcher.launch import Launcher
+from launcher.succession import Holder, Succession
+from rpruntime.wire.messages import AttachedMsg, AttachMsg, RoleReadyMsg
+from rpruntime.wire.succession import ResetDoneMsg, ResetMsg
+
+
+class Sent:
+    """A mailbox that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[str, Any]] = []
+
+    def send(self, role: str, msg: Any) -> None:
+        self.messages.append((role, msg))
+
+    def to(self, role: str, kind: type) -> list[Any]:
+        return [msg for to, msg in self.messages if to == role and isinstance(msg, kind)]
+
+
+def launcher_between_controllers(monkeypatch: pytest.MonkeyPatch) -> tuple[Launcher, ReadyProc, Sent]:
+    """Controller 5 has gone, all have been reset, and the second process of worker-0 takes work."""
+    launcher = Launcher.__new__(Launcher)
+    popen: Any = SimpleNamespace(pid=100)
+    proc = ReadyProc("worker-0", 2, Device("cpu:0"), popen, Path("worker-0.log"), 0, {})
+    sent = Sent()
+    succession = Succession()
+    succession.attach(Holder(5, 100, 1, (), 0.0))
+    succession.leave()
+    succession.begin_reset(["optimizer"], {"worker-0": 1}, [])
+    assert succession.answered("optimizer")
+    for name, value in {
+        "_mailbox": sent,
+        "_succession": succession,
+        "_late": {},
+        "_waiting": None,
+        "_controller_fd": -1,
+        "_supervisor": SimpleNamespace(procs={"worker-0": proc}),
+        "_plan": SimpleNamespace(devices=(), roles=(("worker-0", None),)),
+        "_deaths": SimpleNamespace(messages=lambda: []),
+        "folder": SimpleNamespace(name="calm-otter", config={}),
+    }.items():
+        setattr(launcher, name, value)
+    monkeypatch.setattr(launcher, "_save", lambda: None)
+    return launcher, proc, sent
+
+
+@pytest.mark.parametrize("number", [6, 9])  # 9: three programs took the place and ended before they were let in
+def test_a_replacement_that_is_still_resetting_is_announced(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher, proc, sent = launcher_between_controllers(monkeypatch)
+    launcher._on_ready(proc)
+    (told,) = sent.to("worker-0", ResetMsg)
+    try:
+        launcher._on_attach(AttachMsg(os.getpid(), incarnation=number))
+        (attached,) = sent.to("controller", AttachedMsg)
+        assert attached.ready == {} and not sent.to("controller", RoleReadyMsg), "it has not reset"
+        launcher._on_reset_done(ResetDoneMsg("worker-0", told.incarnation))
+        assert sent.to("controller", RoleReadyMsg) == [RoleReadyMsg("worker-0", 2, {})]
+    finally:
+        if launcher._controller_fd >= 0:
+            os.close(launcher._controller_fd)
