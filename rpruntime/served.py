@@ -100,8 +100,11 @@ def take_place(folder: Path) -> Place:
         ) from err
     number = int(_read(fd).get("incarnation", 0)) + 1
     body = {"incarnation": number, "pid": os.getpid(), "argv": command(), "since": time.time()}
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, json.dumps(body).encode(), 0)
+    try:  # in one write, over all that was there: a death in the middle must not lose count
+        os.pwrite(fd, json.dumps(body).encode().ljust(os.fstat(fd).st_size), 0)
+    except OSError:
+        os.close(fd)
+        raise
     return Place(fd, number)
 
 

@@ -16,7 +16,7 @@ from tests.launching import ROOT
 from tests.leaks import no_leaks
 
 NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
-NAME = "notebook-test"
+NAME = f"notebook-test-{os.getpid()}"
 
 
 def kernels() -> list[str]:

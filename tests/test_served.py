@@ -17,6 +17,7 @@ import zmq
 
 import rpruntime.client
 from launcher.succession import STUCK_S, Holder, Succession
+from rpruntime import served as places
 from rpruntime.errors import SessionLost
 from rpruntime.looking import look_at
 from rpruntime.status import Status
@@ -35,10 +36,10 @@ class Served:
     """A served session and what runs on it."""
 
     def __init__(self, watch: Watch, name: str, *flags: str) -> None:
-        self.watch, self.name = watch, name
-        done = self.rpctl("serve", "--detach", "--devices", "cpu:2", "--name", name, *flags)
-        assert done.returncode == 0 and done.stdout == f"{name}\n", done
-        self.folder = Path(f"/tmp/rpruntime-{os.getuid()}") / name
+        self.watch, self.name = watch, f"{name}-{os.getpid()}"  # tests may run twice at a time
+        done = self.rpctl("serve", "--detach", "--devices", "cpu:2", "--name", self.name, *flags)
+        assert done.returncode == 0 and done.stdout == f"{self.name}\n", done
+        self.folder = Path(f"/tmp/rpruntime-{os.getuid()}") / self.name
         watch.folders.add(self.folder)
         watch.launchers.add(json.loads((self.folder / "session.json").read_text())["launcher"]["pid"])
 
@@ -111,7 +112,7 @@ def test_one_controller_at_a_time_and_a_dead_ones_place_is_free(tmp_path: Path) 
             assert {role["pid"] for role in served.status()["roles"]} == pids
             conflict = served.start('import rpruntime as rp\nrp.init("cpu:3", name=SESSION)')
             _, err = conflict.communicate(timeout=60)
-            assert "conflicts with session served-places, which was served with devices 'cpu:2'" in err
+            assert f"conflicts with session {served.name}, which was served with devices 'cpu:2'" in err
         finally:
             served.stop()
         assert not served.folder.exists() or not (served.folder / "session.json").exists()
@@ -119,15 +120,16 @@ def test_one_controller_at_a_time_and_a_dead_ones_place_is_free(tmp_path: Path) 
 
 def test_serve_in_the_foreground_ends_with_an_interrupt() -> None:
     with no_leaks() as watch:
+        name = f"served-front-{os.getpid()}"
         environ = {key: value for key, value in os.environ.items() if not key.startswith("RPRUNTIME_")}
         process = subprocess.Popen(
-            [*RPCTL, "serve", "--devices", "cpu:1", "--name", "served-front", "-q"],
+            [*RPCTL, "serve", "--devices", "cpu:1", "--name", name, "-q"],
             env={**environ, "PYTHONPATH": str(ROOT), **watch.environ}, cwd=ROOT, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         watch.started.append(process)
         assert process.stdout is not None
-        assert process.stdout.readline() == "served-front\n"
+        assert process.stdout.readline() == f"{name}\n"
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=30)
         assert process.returncode == 0, err
@@ -448,3 +450,23 @@ def test_looking_at_a_session_whose_launcher_is_stopped_ends_in_time(tmp_path: P
         silent.listen()
         with pytest.raises(SessionLost, match="timed out"):
             look_at(tmp_path, {"keys": new_keys(), "token": "x"}, timeout_s=0.2)
+
+
+def test_controllers_are_counted_on_whatever_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> int:
+        raise OSError("no space")
+
+    monkeypatch.setattr(places, "command", lambda: ["a long command line"] * 10)
+    first = places.take_place(tmp_path)
+    first.leave()
+    with monkeypatch.context() as patch:
+        patch.setattr(places.os, "pwrite", full)
+        with pytest.raises(OSError, match="no space"):
+            places.take_place(tmp_path)
+    monkeypatch.setattr(places, "command", lambda: ["short"])
+    numbers = []
+    for _ in range(2):
+        place = places.take_place(tmp_path)
+        numbers.append(place.incarnation)
+        place.leave()
+    assert first.incarnation == 1 and numbers == [2, 3]
