@@ -1,8 +1,4 @@
-"""rpctl: looks at sessions and ends them.
-
-rpctl status [NAME] [--json]     rpctl logs [NAME] [ROLE] [-f]     rpctl stop NAME     rpctl clean [--logs]
-rpctl checkpoint FOLDER [--json]
-"""
+"""rpctl: serves, watches and ends sessions, reads what runs have left, plans on paper. `_USAGE` has all commands."""
 
 from __future__ import annotations
 
