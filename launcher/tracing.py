@@ -31,6 +31,8 @@ def trace(words: list[str]) -> int:
     picture: Path = options.picture or options.file.with_suffix(".svg")
     if picture.suffix != ".svg":
         raise Refused(f"pictures are SVG, which browsers show: {picture.with_suffix('.svg')}, not {picture}", 2)
+    if not options.json and picture.resolve() == options.file.resolve():
+        raise Refused(f"the picture would replace the trace {options.file}: say --picture OTHER.svg", 2)
     data = read_trace(options.file)
     found = reports(data)
     if options.json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
@@ -226,7 +227,11 @@ def test_bad_places_and_steps(session: Any, tmp_path: Path) -> None:
         for steps in (0, -1, 1.5, True):
             with pytest.raises(ConfigError, match="steps must be a positive integer"):
                 pipe.trace(tmp_path / "t.json", steps=steps)  # type: ignore[arg-type]
-    assert list(tmp_path.iterdir()) == []
+        assert list(tmp_path.iterdir()) == []
+        os.mkfifo(tmp_path / "fifo")
+        with pytest.raises(ConfigError, match="a device or a pipe"):
+            pipe.trace(tmp_path / "fifo", steps=1)
+    assert (tmp_path / "fifo").is_fifo()
     with pytest.raises(ConfigError, match="there is no folder"):
         with inline(trace=str(tmp_path / "nowhere" / "t.json")):
             pass
@@ -284,7 +289,7 @@ def test_rows_of_slots_that_nobody_knows_are_dropped(tmp_path: Path) -> None:
     assert [span.slot for span in read_trace(tmp_path / "t.json").spans] == [2, 4]
 
 
-def test_a_folder_that_goes_away_ends_no_run(tmp_path: Path) -> None:
+def test_a_folder_that_goes_away_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     told: list[str] = []
     place = tmp_path / "folder"
     place.mkdir()
@@ -292,6 +297,7 @@ def test_a_folder_that_goes_away_ends_no_run(tmp_path: Path) -> None:
     place.rmdir()
     recording.finish(in_background=False)
     assert len(told) == 1 and "could not be written" in told[0]
+    assert not caplog.records, "no traceback on the terminal"
 
 
 def test_files_are_read_as_they_were_written(tmp_path: Path) -> None:
@@ -475,3 +481,5 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert row["real"]["busy"] == pytest.approx(row["predicted"]["busy"], abs=1e-6)
     assert rpctl.main(["trace", str(path), "--picture", "x.png"]) == 2
     assert rpctl.main(["trace", str(path), "--steps", "0"]) == 2
+    written = path.rename(tmp_path / "trace.svg").read_bytes()
+    assert rpctl.main(["trace", str(tmp_path / "trace.svg")]) == 2 and (tmp_path / "trace.svg").read_bytes() == written

@@ -133,7 +133,8 @@ class Recording:
             self.reports = reports(data)
             write_trace(self.path, data)
         except Exception as err:  # a trace is no reason to end a run
-            log.exception("writing the trace")
+            if not isinstance(err, OSError):  # a full disk or a folder that has gone needs no traceback
+                log.exception("writing the trace")
             self._tell(f"the trace {self.path} could not be written: {type(err).__name__}: {err}")
             return
         self._tell(f"trace    {len(data.spans)} spans in {self.path} (ui.perfetto.dev opens it; rpctl trace draws it)")
@@ -174,3 +175,5 @@ def check_place(path: Path) -> None:
         raise ConfigError(f"trace {path}: nothing can be written in {folder} ({err.strerror})") from err
     if path.is_dir():
         raise ConfigError(f"trace {path} is a folder: name a file")
+    if path.exists() and not path.is_file():  # the finished trace takes the place of what is there
+        raise ConfigError(f"trace {path} is a device or a pipe, which a trace would replace: name a file")
