@@ -139,28 +139,27 @@ def test_an_exception_in_the_optimizers_step(session: Any) -> None:
     other.close()
 
 
-@pytest.mark.parametrize("kind", ["weights", "act"])
+@pytest.mark.parametrize("kind", ["upload_pieces", "upload"], ids=["weights", "act"])
 def test_an_exception_in_a_copy_to_the_device(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the device has no memory for it: an error of this call, and the next one works."""
-    upload = CpuTransfers.upload
-    left = [0]
+    upload = getattr(CpuTransfers, kind)
+    broken = [False]
 
-    def failing(self: CpuTransfers, host: Tensor, what: str) -> Any:
-        if what == kind and left[0]:
-            left[0] -= 1
+    def failing(self: CpuTransfers, *arguments: Any) -> Any:
+        if broken[0]:
             raise ValueError("cannot copy this")
-        return upload(self, host, what)
+        return upload(self, *arguments)
 
-    monkeypatch.setattr(CpuTransfers, "upload", failing)
+    monkeypatch.setattr(CpuTransfers, kind, failing)
     with inline(workers=2) as session:
         pipe = wrap(session, small())
         first = float(pipe.forward_backward(torch.ones(4, 4), torch.zeros(4, 1)))
         pipe.zero_grad()
         for _ in range(3):
-            left[0] = 1
+            broken[0] = True
             with pytest.raises(ValueError, match="cannot copy this"):
                 float(pipe.forward_backward(torch.ones(4, 4), torch.zeros(4, 1)))
-            assert left[0] == 0
+            broken[0] = False
             assert float(pipe.forward_backward(torch.ones(4, 4), torch.zeros(4, 1))) == first
             pipe.zero_grad()
         pipe.close()

@@ -778,6 +778,7 @@ def test_rows_that_do_not_divide(rows: int, num_microbatches: int, capfd: pytest
                 torch.testing.assert_close(found, grad)
             assert float(loss) == pytest.approx(wanted.item(), rel=1e-6)
             pipe.step()
+            pipe.synchronize()  # the script's parameters are looked at again
         told = capfd.readouterr().err
         assert told.count("fewer than num_microbatches") == (rows < num_microbatches)
         with pytest.raises(ConfigError, match="no rows"):
