@@ -331,6 +331,9 @@ class Launcher:
         living = {f"{role}.{proc.incarnation}" for role, proc in self._supervisor.procs.items()}
         for owner in set(self._segments.segments().values()) - living:
             self._segments.release_owner(owner)
+        for path in self.folder.path.glob("controller.*.sock"):  # a killed one has left its own
+            if int(path.name.split(".")[1]) < self._succession.floor:
+                path.unlink(missing_ok=True)
         self._let_in()
 
     def _on_ended(self, ended: Ended) -> None:

@@ -1,4 +1,4 @@
-"""A worker's replacement that becomes ready between two controllers: the next one hears of it, whatever its number."""
+"""Between two controllers: a worker's replacement that becomes ready, and what killed programs have left."""
 
 from __future__ import annotations
 
@@ -71,3 +71,14 @@ def test_a_replacement_that_is_still_resetting_is_announced(number: int, monkeyp
     finally:
         if launcher._controller_fd >= 0:
             os.close(launcher._controller_fd)
+
+
+def test_sockets_of_dead_controllers_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher, _, _ = launcher_between_controllers(monkeypatch)  # the next one has number 6 or more
+    names = [f"controller.{number}.sock" for number in (1, 5, 6, 12)]
+    for name in (*names, "controller.log", "optimizer.1.sock"):
+        (tmp_path / name).touch()
+    launcher.folder = SimpleNamespace(path=tmp_path)  # type: ignore[assignment]
+    launcher._segments = SimpleNamespace(segments=dict)  # type: ignore[assignment]
+    launcher._after_reset()
+    assert {path.name for path in tmp_path.iterdir()} == {*names[2:], "controller.log", "optimizer.1.sock"}
