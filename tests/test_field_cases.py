@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import rpruntime as rp
 from rpruntime.store.arena import GROWTH_BYTES

@@ -954,7 +954,7 @@ class OptimizerMachine:
             read_versions={model.version: model.read_versions[model.version]} if calls else {},
             version=model.version,
             note=model.note,
-            kept_from=model.kept_from,
+            kept_from=(-number, 0),  # as the next controller calls them; its head may be another one than before
             open=model.open,
         )
 
