@@ -213,7 +213,7 @@ session.segments.create(100)
     with no_leaks() as watch:
         run = rplaunch(tmp_path, watch, script)
         assert run.wait() == 0, run.err
-        assert re.search(r"ConfigError: session \S+ is used by process \d+; one controller at a time", run.out)
+        assert re.search(r"ConfigError: session \S+ is used by process \d+ \(.+\)", run.out), run.out
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs a mount namespace")
