@@ -98,8 +98,10 @@ def host_memory(
     sums = sum(optimizer_layout(unit)[1] for unit in layout.units if unit.trainable and len(unit.positions) > 1)
     kinds["sums of shared parameters"] = sums
     kinds["master copies, freed late"] = max(0, optimizer.peak - at_load - sums)
-    # which way a run goes depends on how fast its optimizer is beside its devices: the middle is off by half at most
-    arenas = {one.owner: (one.total_bytes + other.total_bytes) // 2 for one, other in zip(*rows, strict=True)}
+    # asynchronous, the way depends on how fast the optimizer is beside the devices: the middle is off by half at most;
+    # synchronous, old weights are freed while the optimizer steps
+    latest = rows[-1] if asynchronous else rows[0]
+    arenas = {one.owner: (one.total_bytes + other.total_bytes) // 2 for one, other in zip(rows[0], latest, strict=True)}
     return HostEstimate(kinds, arenas, least, most)
 
 
