@@ -40,7 +40,7 @@ from rpruntime.checkpoint_files import (
 )
 from rpruntime.control import events as ev
 from rpruntime.errors import CheckpointError, ConfigError, SessionLost, WorkerDied
-from rpruntime.loading import put_bytes, put_tensor
+from rpruntime.loading import put_tensor
 from rpruntime.optimizer.scaling import from_dict
 from rpruntime.optimizer.snapshots import PREVIOUS, ROWS_A_MESSAGE, WEIGHT
 from rpruntime.store.arena import Store, dtype_of, view
@@ -712,7 +712,7 @@ class Checkpoints:
             body = cloudpickle.dumps(values) if values else b""
             payload = None
             if len(body) > MAX_INLINE_SKELETON_BYTES:
-                kept.append(put_bytes(client, body))
+                kept.append(client.arena.put_bytes(body))
                 payload = Payload(kept[-1], (), ())
             elif body:
                 payload = Payload(body, (), ())

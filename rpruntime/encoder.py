@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rpruntime.errors import ConfigError
-from rpruntime.loading import put_bytes
 from rpruntime.store.handle import MAX_INLINE_SKELETON_BYTES, Payload, TensorHandle
 from rpruntime.store.values import take_apart, why_not_picklable
 
@@ -41,7 +40,7 @@ class Encoder:
             raise ConfigError(f"{why_not_picklable(value, what)}; it cannot travel to a worker") from err
         body: bytes | TensorHandle = skeleton
         if len(skeleton) > MAX_INLINE_SKELETON_BYTES:
-            body = put_bytes(self._client, skeleton)
+            body = self._client.arena.put_bytes(skeleton)
             self._bodies.append(body)
         return Payload(body, tuple(self._put(tensor) for tensor in tensors), (False,) * len(tensors))
 

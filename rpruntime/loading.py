@@ -42,14 +42,6 @@ _NOT_STATE = ("step", "state_dict", "load_state_dict", "profile_hook_step")
 """Instance attributes of an optimizer that are patches of ours, torch's or a scheduler's."""
 
 
-def put_bytes(client: Client, data: bytes) -> TensorHandle:
-    """Copy bytes into the controller's arena."""
-    handle = client.arena.allocate_tensor((len(data),), torch.uint8)
-    if data:
-        client.store.tensor(handle).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    return handle
-
-
 def put_tensor(client: Client, tensor: torch.Tensor) -> TensorHandle:
     """Copy a tensor into the controller's arena."""
     handle = client.arena.allocate_tensor(tuple(tensor.shape), tensor.dtype)
@@ -77,7 +69,7 @@ class ModelPackage:
         self._handles: list[TensorHandle] = []
         try:
             self.spec = self._spec(layout, optimizer, loss_fn, settings)
-            self.handle = self._keep(put_bytes(client, pack_struct(self.spec)))
+            self.handle = self._keep(client.arena.put_bytes(pack_struct(self.spec)))
         except BaseException:
             self.free()
             raise
@@ -136,7 +128,7 @@ class ModelPackage:
                 entries.append(("buffer", buffers[id(tensor)]))
             else:
                 entries.append(("constant", self._keep(put_tensor(self._client, tensor))))
-        return CodeObject(self._keep(put_bytes(self._client, skeleton)), tuple(entries))
+        return CodeObject(self._keep(self._client.arena.put_bytes(skeleton)), tuple(entries))
 
     def _keep(self, handle: TensorHandle) -> TensorHandle:
         self._handles.append(handle)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
-
 from rpruntime.store.arena import Arena
 from rpruntime.store.handle import Extent, TensorHandle
 from rpruntime.store.relocate import extents_in, relocated
@@ -33,10 +31,7 @@ def copied(value: Any, arena: Arena) -> Any:
 
 def put_struct(value: Any, arena: Arena) -> TensorHandle:
     """A structure's packed bytes, in the arena. Raises HostMemoryError."""
-    data = pack_struct(value)
-    handle = arena.allocate_tensor((len(data),), torch.uint8)
-    arena.store.tensor(handle).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    return handle
+    return arena.put_bytes(pack_struct(value))
 
 
 class Kept:

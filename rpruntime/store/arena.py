@@ -237,6 +237,13 @@ class Arena:
         extent = self.allocate(count * dtype.itemsize)
         return TensorHandle(extent, 0, shape, contiguous_stride(shape), dtype_name(dtype))
 
+    def put_bytes(self, data: bytes) -> TensorHandle:
+        """A copy of bytes, as uint8 [n]. Raises HostMemoryError."""
+        handle = self.allocate_tensor((len(data),), torch.uint8)
+        if data:
+            self.store.tensor(handle).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return handle
+
     def free(self, extent: Extent) -> None:
         """Take an extent back."""
         assert extent.owner == self.owner, f"{extent} is not of {self.owner}"

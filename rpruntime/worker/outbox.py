@@ -77,8 +77,8 @@ class Outbox:
         handles = [found.get(index) or self._room_for(tensor) for index, tensor in enumerate(tensors)]
         body: bytes | TensorHandle = skeleton
         if len(skeleton) > MAX_INLINE_SKELETON_BYTES:
-            body = TensorHandle(self.allocate(len(skeleton)), 0, (len(skeleton),), (1,), "uint8")
-            self._store.tensor(body).copy_(torch.frombuffer(bytearray(skeleton), dtype=torch.uint8))
+            body = self._arena.put_bytes(skeleton)
+            self.own.append(body.extent)
         payload = Payload(body, tuple(handles), flags)
         # a clone of each: what computes next may change the tensor while it is copied, and it may be lazily negated or
         # conjugated, which copies to the host are made up for before they have arrived
