@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from rpruntime.logs import LineFormatter
 
 if TYPE_CHECKING:
+    from rpruntime.status import StatusPage
     from rpruntime.store.segments import SegmentClient
     from rpruntime.wire.mailbox import Mailbox
 
@@ -108,6 +109,16 @@ class Child:
             owner = f"{self.role}.{self.incarnation}"
             self._segments = SegmentClient(self.folder, self._session["token"], owner=owner)
         return self._segments
+
+    def status_page(self) -> StatusPage:
+        """This process's page for its launcher; without room for it the process ends."""
+        from rpruntime.status import StatusPage, status_path
+
+        try:
+            return StatusPage.create(status_path(self.folder, self.role, self.incarnation))
+        except OSError as err:
+            self.start_failed(f"no room for its status page: {err}")
+            raise
 
     def hello(self) -> None:
         """The first message to the launcher."""

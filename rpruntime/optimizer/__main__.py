@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from rpruntime.process import start_child
-from rpruntime.status import StatusPage, status_path
 
 child = start_child()  # before the heavy imports: from here on the process ends with its launcher
 
-try:
-    page = StatusPage.create(status_path(child.folder, child.role, child.incarnation))
-except OSError as err:
-    child.start_failed(f"no room for its status page: {err}")
-    raise
+page = child.status_page()
 
 import torch  # noqa: E402
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from rpruntime.process import start_child
-from rpruntime.status import StatusPage, start_heartbeat, status_path
+from rpruntime.status import start_heartbeat
 
 child = start_child()  # before the heavy imports: from here on the process ends with its launcher
 
-try:
-    page = StatusPage.create(status_path(child.folder, child.role, child.incarnation))
-except OSError as err:
-    child.start_failed(f"no room for its status page: {err}")
-    raise
+page = child.status_page()
 start_heartbeat(page)
 child.log_lines.task = lambda: page.task
 
