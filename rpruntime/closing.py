@@ -55,12 +55,7 @@ def _come_to_rest(model: Model) -> None:
     """Wait for everything issued, and take what stays over."""
     failure = None
     try:
-        model.await_cancelled()
-        with model.client.lock:
-            missing = model.client.machine.missing_tasks(model.number)
-        if missing:
-            model.say("the last iteration lacks tasks: it is given up, with the gradients since the last step")
-            model.drop_open()
+        model.drop_incomplete()
         model.synchronize()
         model.finish_open_calls()
     except Exception as err:

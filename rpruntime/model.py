@@ -356,6 +356,15 @@ class Model:
         if missing:
             raise RoundPipeError(f"{what} needs all tasks of the last iteration: {missing}; submit that, or abort()")
 
+    def drop_incomplete(self) -> None:
+        """Give the open iteration up if tasks of it are lacking; what is being cancelled is awaited first."""
+        self.await_cancelled()
+        with self.client.lock:
+            missing = self.client.machine.missing_tasks(self.number)
+        if missing:
+            self.say("the last iteration lacks tasks: it is given up, with the gradients since the last step")
+            self.drop_open()
+
     def drop_open(self, number: int | None = None) -> None:
         """Cancel what runs of the open iteration and discard its gradients. `number`: a call that must be in it.
 

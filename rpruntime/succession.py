@@ -92,12 +92,7 @@ def detach(model: Model, *, wait: bool) -> None:
 
 def _leave_open(model: Model) -> None:
     """Wait for everything issued; what no step has taken is kept for the next program."""
-    model.await_cancelled()
-    with model.client.lock:
-        missing = model.client.machine.missing_tasks(model.number)
-    if missing:
-        model.say("the last iteration lacks tasks: it is given up, with the gradients since the last step")
-        model.drop_open()
+    model.drop_incomplete()
     model.wait_for_steps()
     model.raise_failure()
     model.finish_open_calls()

@@ -238,14 +238,19 @@ class WorkerShell:
                 "micro-batch %s of slot %s cannot be prefetched: %s", instruction.microbatch, instruction.task.slot, err
             )
 
+    @property
+    def _crossing(self) -> list[Windows]:
+        """What is spread over the micro-batches that are launched."""
+        return [*self._up.values(), *([] if self._down is None else [self._down])]
+
     def _open_windows(self) -> None:
         """The next part of what crosses beside the micro-batch that is launched now."""
-        for windows in (*self._up.values(), *([self._down] if self._down is not None else [])):
+        for windows in self._crossing:
             windows.open()
 
     def _open_all(self) -> None:
         """The device computes nothing that copies could hide behind."""
-        for windows in (*self._up.values(), *([self._down] if self._down is not None else [])):
+        for windows in self._crossing:
             windows.finish()
 
     def _run(self, instruction: m.RunMicrobatch) -> None:
