@@ -84,8 +84,11 @@ def devices_line(devices: tuple[Device, ...], memory: HostMemory) -> str:
     )
 
 
+START_NOTICES_S = (1.7, 3.6, 5.5, 7.4, 10.0, 20.0, 40.0)
+
+
 class WaitNotice:
-    """Says what is being waited for, so that nothing is silent for long, at growing distances.
+    """Says what is being waited for, and that it is there: for ten seconds every two, then at growing distances.
 
     Args:
         screen: where.
@@ -93,19 +96,20 @@ class WaitNotice:
         notices_s: when it is said, in seconds of waiting; later ever again after as long as the last.
     """
 
-    def __init__(
-        self, screen: Screen, what: str = "", notices_s: tuple[float, ...] = (1.7, 5.0, 10.0, 20.0, 40.0)
-    ) -> None:
+    def __init__(self, screen: Screen, what: str = "", notices_s: tuple[float, ...] = START_NOTICES_S) -> None:
         self._screen = screen
         self._what = what
         self._notices_s = notices_s
         # When the present waiting began; None: nobody is waited for.
         self._began: float | None = None
         self._said = 0
+        self._last = ""
 
     def tick(self, now: float, roles: list[str]) -> None:
         """Call it often; `roles` are those not ready yet."""
         if not roles:
+            if self._began is not None and self._said:
+                self._screen.say(f"{self._what}{self._last} started after {now - self._began:.0f} s")
             self._began, self._said = None, 0
             return
         if self._began is None:
@@ -114,7 +118,8 @@ class WaitNotice:
         if waited < self._due():
             return
         self._said += 1
-        self._screen.say(f"waiting for {self._what}{', '.join(roles)} to start ({waited:.0f} s)")
+        self._last = ", ".join(roles)
+        self._screen.say(f"waiting for {self._what}{self._last} to start ({waited:.0f} s)")
 
     def _due(self) -> float:
         past = self._said - len(self._notices_s) + 1

@@ -379,7 +379,7 @@ class Model:
             if number is not None and number not in calls:
                 raise RoundPipeError(f"iteration {number} is over: it was stepped, given up, or cancelled")
             running = any(machine.is_running(call) for call in calls)
-            gone = [*calls, *self.books.losses] if running else calls  # an evaluation that runs beside it goes too
+            gone = machine.open_calls(self.number) if running else calls
             self.figures.forget_calls(tuple(gone))
             self.books.drop_calls(gone, lambda: RoundPipeError("cancelled: the iteration was given up"))
             return ev.AbandonEvent(self.number, False) if running else ev.DiscardEvent(self.number)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import rpruntime as rp
+from rpruntime import ExecutionPlan
 from rpruntime.client import client_of
 from rpruntime.control.coverage import Coverage
 from rpruntime.iteration import FailureEvent, LossEvent, StepEvent, TaskEvent
@@ -240,6 +241,29 @@ def test_an_iteration_that_is_given_up_leaves_the_model_as_it_was(m):
     assert m.gradients() == {}
     assert whole(0) != first  # its seeds are those of later micro-batches, and the batch norm has seen another batch
     assert m.step().result().step == 0
+
+
+def test_giving_up_takes_the_evaluations_issued_since_the_iteration_began(m, session):
+    """One that is older goes on to its end."""
+    inputs, plan = m.calls.cut(*batch(0), 2), ExecutionPlan([], [range(LAYERS)])
+    it = m.iteration(*batch(1), num_microbatches=2)
+    it.submit_all(everything())
+    session.paused = True
+    older, number = m.calls.start_inference(inputs, plan, has_labels=True, wants_output=False)
+    m.step()
+    m.iteration(*batch(1), num_microbatches=2).submit(everything()[0])
+    since, _ = m.calls.start_inference(inputs, plan, has_labels=True, wants_output=False)
+    act = m.act
+
+    def then_going_on(book):
+        act(book)
+        session.paused = False
+
+    m.act = then_going_on
+    m.drop_open()
+    assert m.calls.end_inference(older, number).call == number
+    with pytest.raises(rp.RoundPipeError, match="given up"):
+        float(since)
 
 
 def test_closing_gives_an_iteration_up_that_lacks_tasks(session):

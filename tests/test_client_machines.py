@@ -88,7 +88,8 @@ class TaskScript(Script):
             self.cluster.save(model)
             self.asked += 1
         elif self.rng.random() < 0.1:
-            lost = set(self.machine.wanted_calls(model))
+            lost = self.machine.open_calls(model)
+            assert {*self.machine.wanted_calls(model)} <= {*lost}
             self.cluster.controller.handle(ev.AbandonEvent(model, False))
             self.cluster.controller.cancelled.update(lost)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -144,9 +145,30 @@ def test_each_wait_is_said_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said == [f"waiting for the replacement of worker-1 to start ({n} s)" for n in (10, 20, 40, 60)]
     said.clear()
     notice.tick(170.0, [])
+    assert said == ["the replacement of worker-1 started after 70 s"]
+    said.clear()
     for now in range(200, 220):
         notice.tick(float(now), ["worker-0", "worker-1"])
     assert said == ["waiting for the replacement of worker-0, worker-1 to start (10 s)"]
+    said.clear()
+    notice.tick(220.0, [])
+    for tenth in range(10):
+        notice.tick(230.0 + tenth, ["worker-0"])
+    notice.tick(240.0 - 0.1, [])
+    assert said[1:] == [], "a short wait is not told of"
+
+
+def test_a_start_is_never_silent_for_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = [100.0]
+    screen = Screen()
+    now = 100.0
+    monkeypatch.setattr(screen, "say", lambda line: times.append(now))
+    notice = WaitNotice(screen)
+    for tick in range(161):
+        now = 100.0 + tick / 16
+        notice.tick(now, ["optimizer", "worker-0"] if tick < 149 else [])
+    assert now == 110.0 and times[-1] == 109.3125
+    assert max(b - a for a, b in itertools.pairwise(times)) < 2.0
 
 
 # --- hangs

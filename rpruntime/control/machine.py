@@ -93,6 +93,8 @@ from rpruntime.wire.succession import Buffers, KeepOpenMsg, ModelState, NoteMode
 OPTIMIZER = "optimizer"
 MAX_TASK_FAILURES = 2
 """The slot is blamed when so many processes have died with it running."""
+SLOTS_PER_UNCHECKED_EVENT = 50
+"""A check looks at every slot: with that many a second event is taken in before the next one, and so on."""
 MAX_UNITS_A_MESSAGE = 1000
 
 
@@ -217,7 +219,7 @@ class ControllerMachine:
         workers: the workers' roles, in device order.
         owner: name under which its own arena allocates.
         max_task_failures: processes that may die with one slot running before its call fails.
-        check: validate all redundant state after every event (tests).
+        check: validate all redundant state (tests), after every event while there are few slots.
         first_slot: number of the first slot, above those of all older controllers.
         incarnations: of workers whose first process has died, as everybody knows already.
         retired: workers whom nobody will replace.
@@ -239,6 +241,7 @@ class ControllerMachine:
         self._max_task_failures = max_task_failures
         self._owner = owner
         self._check = check
+        self._unchecked = 0
         self._models: dict[int, _Model] = {}
         self._calls: dict[int, _Call] = {}
         self._slots: dict[int, SlotTask] = {}
@@ -304,7 +307,10 @@ class ControllerMachine:
             if self._roster.graves and type(event) in _SETTLING:
                 self._settle_graves()
             if self._check:
-                self.validate()
+                self._unchecked += 1
+                if self._unchecked * SLOTS_PER_UNCHECKED_EVENT >= len(self._slots):
+                    self.validate()
+                    self._unchecked = 0
         out, self._out = self._out, []
         return out
 
@@ -983,14 +989,23 @@ class ControllerMachine:
         first, last, iteration = msg.call, msg.call, None
         if not call.event.inference:
             iteration = call.iteration
-            first = model.iterations[iteration].first_call
-            last = max(c for c, other in self._calls.items() if other.event.model == number)
+            first, last = self._calls_from(number, iteration)
         calls = tuple(c for c in self._calls if first <= c <= last and self._can_fail(c, number))
         if iteration is not None:
             calls = (*model.iterations[iteration].kept, *calls)
         steps = () if iteration is None else tuple(step for step in model.steps if step >= iteration)
         self._out.append(ReportFailure(number, msg.call, len(call.event.inputs), msg.error, calls, steps, msg.slot))
         self._cancel(number, model, _Cancel(first, last, iteration))
+
+    def open_calls(self, number: int) -> tuple[int, ...]:
+        """Calls that go with the model's open iteration when it is given up: evaluations issued since it began too."""
+        first, last = self._calls_from(number, self._models[number].iteration)
+        return tuple(c for c in self._calls if first <= c <= last and self._can_fail(c, number))
+
+    def _calls_from(self, number: int, iteration: int) -> tuple[int, int]:
+        """First and last call of a model from an iteration on."""
+        last = max(c for c, other in self._calls.items() if other.event.model == number)
+        return self._models[number].iterations[iteration].first_call, last
 
     def _on_abandon(self, event: AbandonEvent) -> None:
         number = event.model
@@ -1002,8 +1017,7 @@ class ControllerMachine:
         if model.cancel is not None:
             return
         if training:
-            first = model.iterations[min(training)].first_call
-            last = max(c for c, other in self._calls.items() if other.event.model == number)
+            first, last = self._calls_from(number, min(training))
             self._cancel(number, model, _Cancel(first, last, min(training), abandoned=True))
         elif any(self._calls[c].event.inference for c in running):
             calls = [c for c in running if self._calls[c].event.inference]
