@@ -121,6 +121,16 @@ class Launcher:
         self._follower.copy()
         return set(extra_fds) & set(readable)
 
+    @property
+    def lost(self) -> str:
+        """The part without which nobody can use the session any more; "": it can be used, or a script holds it."""
+        if self._succession.holder is not None:
+            return ""
+        procs = self._supervisor.procs
+        if "optimizer" not in procs:
+            return "optimizer"
+        return "" if any(proc.device is not None for proc in procs.values()) else "last worker"
+
     def end(self, *, at_once: bool = False) -> None:
         """End all children, by the ladder or at once, and remove the folder's content except logs."""
         self._supervisor.stopping = True
@@ -148,6 +158,8 @@ class Launcher:
         for rung, wait_s in rungs[2:] if at_once else rungs:
             if rung == "ask":
                 assert self._mailbox is not None
+                if not self.shutdown_asked:
+                    self._tell_controller(ShutdownMsg("its launcher was told to end it (rpctl stop, Ctrl-C, SIGTERM)"))
                 for role, proc in supervisor.procs.items():
                     if isinstance(proc, ReadyProc):
                         self._mailbox.send(role, ShutdownMsg("the session ends"))

@@ -117,6 +117,8 @@ def _checkpoint(words: list[str]) -> int:
     flags, folders = _flags(words, ("--json",))
     if len(folders) != 1:
         raise _Refused("checkpoint needs a folder, see rpctl --help", 2)
+    if not os.path.isdir(folders[0]):
+        raise _Refused(f"there is no folder {folders[0]}")
     found = list_checkpoints(folders[0])
     if "--json" in flags:
         rows = [

@@ -89,6 +89,9 @@ def _serve(words: list[str], wakeup: Wakeup, ready_fd: int | None) -> int:
             _report(ready_fd, {"name": folder.name})
         while not _asked_to_end(wakeup):
             launcher.turn()
+            if launcher.lost:
+                screen.warn(f"rpruntime: the session ends: its {launcher.lost} is gone")
+                return 1
         return 0
     finally:
         launcher.end()

@@ -83,7 +83,7 @@ class Watch:
             return None
         now = self._clock()
         page = read_progress(self.folder)
-        script = body["script"]
+        script = body.get("controller") or body["script"]
         return {
             "session": body["name"],
             "argv": script.get("argv", []),

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 import rpruntime
+from rpruntime.bar import Bar
 from rpruntime.buffers import buffers_of
 from rpruntime.checkpoint_files import (
     CheckpointReader,
@@ -311,7 +312,7 @@ class Checkpoints:
         """Write a save, whatever happens: its handle has a path or an error after this."""
         handle, what = save.handle, f"checkpoint step-{save.step} in {save.folder}"
         try:
-            progress = _Progress(save, quiet=self._model._quiet)
+            progress = _SaveNotice(save, quiet=self._model._quiet)
             with writing_in(save.folder):
                 writer = CheckpointWriter(save.folder, save.step, progress)
                 try:
@@ -349,7 +350,7 @@ class Checkpoints:
         if save.failure:
             raise CheckpointError(save.failure)
 
-    def _fill(self, save: _Save, writer: CheckpointWriter, progress: _Progress) -> Path:
+    def _fill(self, save: _Save, writer: CheckpointWriter, progress: _SaveNotice) -> Path:
         layout, store, client, model = self._model.layout, self._client.store, self._client, self._model.number
         values: dict[str, dict[str, Any]] = {}
         self._await(save, lambda: save.begun, "the steps before a checkpoint")
@@ -660,15 +661,15 @@ class Checkpoints:
                 version = client.machine.iteration(model.number)
             sent = scaler if grad_scaler is not None else None
             client.send("optimizer", RestoreMsg(model.number, call, version, previous, sent))
-            began = told = time.monotonic()
-            for unit in model.layout.units:
-                rows, plain = rows_of(unit)
-                if not unit.trainable and self._is_as_it_was(unit, rows, current[unit.index]):
-                    rows = []
-                self._restore_unit(unit, rows, plain, call, whole=whole)
-                if time.monotonic() - told > SAY_INTERVAL_S:
-                    told = time.monotonic()
-                    model.say(f"loading, unit {unit.index + 1} of {len(model.layout.units)}, {told - began:.0f} s")
+            total, done = sum(unit.nbytes for unit in model.layout.units), 0
+            with Bar("restoring weights", quiet=model._quiet) as bar:
+                for unit in model.layout.units:
+                    rows, plain = rows_of(unit)
+                    if not unit.trainable and self._is_as_it_was(unit, rows, current[unit.index]):
+                        rows = []
+                    self._restore_unit(unit, rows, plain, call, whole=whole)
+                    done += unit.nbytes
+                    bar.update(done, total)
         except BaseException as err:
             lost = isinstance(err, WorkerDied | SessionLost)
             if model.books.broken is None and lost:
@@ -733,7 +734,7 @@ class Checkpoints:
                 client.arena.free(handle.extent)
 
 
-class _Progress:
+class _SaveNotice:
     """A line every two seconds of a save that takes long."""
 
     def __init__(self, save: _Save, *, quiet: bool) -> None:

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from rpruntime import looking, records
 from rpruntime.control import events as ev
@@ -96,6 +96,9 @@ class Models(Mapping[str, "Model"]):
     def __len__(self) -> int:
         return len(list(iter(self)))
 
+    def __repr__(self) -> str:
+        return f"<models of {self._of.session.name}: {', '.join(self) or 'none'}>"
+
 
 class Client:
     """The controller of a session, for any number of models.
@@ -149,8 +152,18 @@ class Client:
         self.observer = Observer(self)
         atexit.register(self._at_exit)
 
+    @overload
     @classmethod
-    def attach(cls, session: Any = None, *, observe: bool = False, timeout_s: float = 10.0) -> Any:
+    def attach(cls, session: Any = None, *, observe: Literal[False] = False, timeout_s: float = 10.0) -> Client: ...
+
+    @overload
+    @classmethod
+    def attach(cls, session: Any = None, *, observe: Literal[True], timeout_s: float = 10.0) -> looking.Observation: ...
+
+    @classmethod
+    def attach(
+        cls, session: Any = None, *, observe: bool = False, timeout_s: float = 10.0
+    ) -> Client | looking.Observation:
         """The client of a session.
 
         Args:

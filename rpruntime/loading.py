@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rpruntime.bar import Bar
 from rpruntime.buffers import buffers_of
 from rpruntime.client import Client
 from rpruntime.control.events import ModelLoadingEvent, ModelUndoneEvent
@@ -24,7 +25,7 @@ from rpruntime.store.handle import Extent, Payload, TensorHandle
 from rpruntime.store.layout import gradient_layout, optimizer_dtype, optimizer_layout, spare_bytes, tensor_bytes
 from rpruntime.store.limits import check_host_memory, gib, read_host_memory
 from rpruntime.store.values import take_apart, why_not_picklable
-from rpruntime.terminal import say
+from rpruntime.terminal import SAY_INTERVAL_S, say
 from rpruntime.wire.codec import pack_struct
 from rpruntime.wire.messages import (
     CodeObject,
@@ -260,7 +261,7 @@ class Loader:
         began = time.monotonic()
         told = began
         while not self._client.wait(lambda: ready() or self._failure is not None, what, timeout_s=1.0):
-            if time.monotonic() - told > 1.9:
+            if time.monotonic() - told > SAY_INTERVAL_S:
                 told = time.monotonic()
                 self._say(f"         {doing} ... {told - began:.0f} s")
         if self._failure is not None:
@@ -269,9 +270,10 @@ class Loader:
     def _write(self, allocated: ModelAllocatedMsg, lent: tuple[Extent | None, ...]) -> None:
         """The initial weights: cast into the master copy, unless lent, and widened into the optimizer copy."""
         store = self._client.store
-        began = told = time.monotonic()
         wide_offsets = [optimizer_layout(unit)[0] for unit in self._layout.units]
-        with torch.no_grad():
+        total = sum(parameter.nbytes for parameter in self._layout.parameters.values())
+        done = 0
+        with torch.no_grad(), Bar("writing weights", quiet=self._quiet) as bar:
             for (unit, index), parameter in self._layout.parameters.items():
                 spec = self._layout.units[unit].params[index]
                 if not lent or lent[unit] is None:
@@ -281,9 +283,8 @@ class Loader:
                 if extent is not None:
                     wide = optimizer_dtype(spec.dtype)
                     view(store.bytes_of(extent), wide_offsets[unit][index], spec.shape, wide).copy_(parameter)
-                if time.monotonic() - told > 1.9:
-                    told = time.monotonic()
-                    self._say(f"         writing weights, {spec.name} ... {told - began:.0f} s")
+                done += parameter.nbytes
+                bar.update(done, total)
 
     def _say(self, line: str) -> None:
         if not self._quiet:

@@ -102,7 +102,7 @@ def attach(session: Any, timeout_s: float) -> Any:
         ConfigError: there is none of this name, or another process controls it.
     """
     if session is not None and not isinstance(session, str):
-        return session
+        return _checked(session)
     found = _existing()
     if found is not None and session in (None, found.name):
         return found
@@ -118,10 +118,16 @@ def attach(session: Any, timeout_s: float) -> Any:
     return _adopt(_attach(served, None, timeout_s))
 
 
+def _checked(session: Any) -> Any:
+    if not hasattr(session, "config"):
+        raise ConfigError(f"a session is given by its name or as what rp.init gives, not as {session!r}")
+    return session
+
+
 def find(session: Any) -> Path:
     """The folder of a session to look at, whoever controls it. Raises ConfigError: there is none."""
     if session is not None and not isinstance(session, str):
-        return Path(session.folder)
+        return Path(_checked(session).folder)
     running = [path for path in all_sessions() if session in (None, path.name)]
     if len(running) == 1:
         return running[0]

@@ -70,9 +70,13 @@ class Served:
         assert process.returncode == 0, err
         return out
 
-    def stop(self) -> None:
-        done = self.rpctl("stop", self.name)
-        assert done.returncode == 0, done
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if (self.folder / "session.json").exists():
+            done = self.rpctl("stop", self.name)
+            assert done.returncode == 0, done
 
 
 HOLD = """
@@ -86,8 +90,7 @@ input()
 
 def test_one_controller_at_a_time_and_a_dead_ones_place_is_free(tmp_path: Path) -> None:
     with no_leaks() as watch:
-        served = Served(watch, "served-places")
-        try:
+        with Served(watch, "served-places") as served:
             row = served.status()
             assert row["served"] and row["controller"] is None and row["models"] == []
             assert {role["state"] for role in row["roles"]} == {"ready"}
@@ -113,9 +116,30 @@ def test_one_controller_at_a_time_and_a_dead_ones_place_is_free(tmp_path: Path) 
             conflict = served.start('import rpruntime as rp\nrp.init("cpu:3", name=SESSION)')
             _, err = conflict.communicate(timeout=60)
             assert f"conflicts with session {served.name}, which was served with devices 'cpu:2'" in err
-        finally:
-            served.stop()
         assert not served.folder.exists() or not (served.folder / "session.json").exists()
+
+
+def test_a_session_that_is_stopped_tells_its_script_why() -> None:
+    with no_leaks() as watch, Served(watch, "served-stopped") as served:
+        holder = served.start(
+            "import rpruntime as rp\nclient = rp.Client.attach(SESSION)\nclient.wait_roles()\n"
+            "print(client.models, flush=True)\ninput()\nclient.check_alive()"
+        )
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == f"<models of {served.name}: none>\n"
+        assert served.rpctl("stop", served.name).returncode == 0
+        _, err = holder.communicate("\n", timeout=60)
+        assert holder.returncode == 1
+        assert f"SessionLost: session {served.name} was ended: its launcher was told to end it (rpctl stop," in err
+
+
+def test_a_served_session_ends_with_its_optimizer() -> None:
+    with no_leaks() as watch, Served(watch, "served-lost") as served:
+        log_file = Path(json.loads((served.folder / "session.json").read_text())["config"]["log_dir"]) / "launcher.log"
+        (pid,) = (row["pid"] for row in served.status()["roles"] if row["role"] == "optimizer")
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not (served.folder / "session.json").exists(), 20.0, "its end")
+        assert "rpruntime: the session ends: its optimizer is gone" in log_file.read_text()
 
 
 def test_serve_in_the_foreground_ends_with_an_interrupt() -> None:
@@ -221,8 +245,7 @@ show(pipe)
 @pytest.mark.timeout(600)
 def test_a_model_goes_on_in_another_program_with_its_open_gradients() -> None:
     with no_leaks() as watch:
-        served = Served(watch, "served-models", "-q")
-        try:
+        with Served(watch, "served-models", "-q") as served:
             served.run(BEGIN)
             (row,) = served.status()["models"]
             assert row == {"name": "default", "version": 3, "step": 3, "num_calls": 1}
@@ -232,8 +255,6 @@ def test_a_model_goes_on_in_another_program_with_its_open_gradients() -> None:
             going_on = served.run(GO_ON)
             assert going_on == served.run(AT_ONCE)
             assert "{'epoch': 4} 0.005" in going_on
-        finally:
-            served.stop()
 
 
 KILLED = (
@@ -281,8 +302,7 @@ show(pipe)
 @pytest.mark.timeout(600)
 def test_a_killed_controller_loses_what_no_step_has_taken() -> None:
     with no_leaks() as watch:
-        served = Served(watch, "served-killed", "-q")
-        try:
+        with Served(watch, "served-killed", "-q") as served:
             dying = served.start(KILLED)
             _, err = dying.communicate(timeout=120)
             assert dying.returncode == -signal.SIGKILL, err
@@ -292,8 +312,6 @@ def test_a_killed_controller_loses_what_no_step_has_taken() -> None:
             assert found.splitlines()[0] == "['default']"
             expected = served.run(f"STEPS = {steps}\n{UNDISTURBED}")
             assert found.splitlines()[1:] == expected.splitlines()
-        finally:
-            served.stop()
 
 
 SLOW_STEPS = (
@@ -325,15 +343,12 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_sealed_step_finishes_that_waits_for_a_long_one(tmp_path: Path) -> None:
     """The workers have nothing to do for longer than `STUCK_S`, as the weights that they need come from that one."""
     with no_leaks() as watch:
-        served = Served(watch, "served-slow", "-q")
-        try:
+        with Served(watch, "served-slow", "-q") as served:
             dying = served.start(f"FOLDER, SECONDS = {str(tmp_path)!r}, {STUCK_S + 1.5}\n{SLOW_STEPS}")
             _, err = dying.communicate(timeout=120)
             assert dying.returncode == -signal.SIGKILL, err
             look = "import rpruntime as rp\nclient = rp.Client.attach(SESSION, timeout_s=60)\n"
             assert served.run(look + "print(client.models['default'].step_count)") == "2\n"
-        finally:
-            served.stop()
 
 
 # --- the succession, pure

@@ -11,8 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ import torch
 from torch import nn
 
 from rpruntime import session as sessions
+from rpruntime.bar import Bar
 from rpruntime.client import Client, client_of
 from rpruntime.errors import ConfigError
 from rpruntime.models import shards
@@ -77,21 +76,23 @@ def from_pretrained(
     folder = _folder_of(name_or_folder, hub)
     entries = shards.entries_of(folder)
     wanted = _dtype(dtype, config, entries)
-    progress = _Progress(str(name_or_folder), bool(session.config.get("quiet")))
-    if entries is not None:
-        model = without_memory(transformers, config, wanted, model_kwargs)
-        sources = _sources(model, entries)
-        if sources is not None:
-            _fill(client, model, sources, wanted, progress)
+    quiet = bool(session.config.get("quiet"))
+    with Bar("reading weights", quiet=quiet) as bar:
+        model = without_memory(transformers, config, wanted, model_kwargs) if entries is not None else None
+        sources = _sources(model, entries) if model is not None and entries is not None else None
+        if model is not None and sources is not None:
+            _fill(client, model, sources, wanted, bar)
             _finish(transformers, model, folder)
-            return model
-        del model
-    progress.say(f"weights  {name_or_folder} | its names are not the model's own: transformers converts it first")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, config=config, dtype="auto" if wanted is None else wanted, **model_kwargs
-    )
-    move_into_slabs(client, model, layers_of(model, check=False), progress.step)
-    progress.done()
+        else:
+            del model
+            if not quiet:
+                say(f"weights  {name_or_folder} | its names are not the model's own: transformers converts it first")
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, config=config, dtype="auto" if wanted is None else wanted, **model_kwargs
+            )
+            move_into_slabs(client, model, layers_of(model, check=False), bar.update)
+    if not quiet:
+        say(f"weights  {gib(bar.done)} of {name_or_folder} in {bar.seconds:.1f} s")
     return model.eval()
 
 
@@ -266,7 +267,7 @@ def _slab(
 
 
 def _fill(
-    client: Client, model: nn.Module, sources: dict[str, shards.Entry], dtype: torch.dtype | None, progress: _Progress
+    client: Client, model: nn.Module, sources: dict[str, shards.Entry], dtype: torch.dtype | None, bar: Bar
 ) -> None:
     """Give every parameter its place in a slab and read its bytes."""
     state = model.state_dict(keep_vars=True)
@@ -291,7 +292,7 @@ def _fill(
                 new[id(old)] = type(old)(place, requires_grad=old.requires_grad)
                 new[id(old)].__dict__.update(old.__dict__)
                 done += place.nbytes
-                progress.step(done, total)
+                bar.update(done, total)
         for buffer in (b for b in model.buffers() if id(b) in entry_of):
             entry_of[id(buffer)].read_into(buffer)
     except BaseException:
@@ -302,7 +303,6 @@ def _fill(
             if parameter is not None:
                 module._parameters[name] = new[id(parameter)]
     client.slabs.keep_for(model, made)
-    progress.done()
 
 
 def _kept_in_fp32(model: nn.Module, dtype: torch.dtype | None) -> set[int]:
@@ -320,45 +320,3 @@ def _finish(transformers: Any, model: Any, folder: Path) -> None:
     if (folder / "generation_config.json").exists() and model.can_generate():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     model.eval()
-
-
-class _Progress:
-    """A bar on a terminal, else a line at the end and one every two seconds until then."""
-
-    def __init__(self, name: str, quiet: bool) -> None:
-        self._name = name
-        self._quiet = quiet
-        self._began = self._told = time.monotonic()
-        self._total = 0
-        self._bar: Any = None
-        self._task: Any = None
-
-    def say(self, line: str) -> None:
-        """A line, unless the session is quiet."""
-        if not self._quiet:
-            say(line)
-
-    def step(self, done: int, total: int) -> None:
-        """So many bytes of so many are there."""
-        self._total = total
-        if self._quiet:
-            return
-        if sys.stderr.isatty():
-            if self._bar is None:
-                from rich.console import Console
-                from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-                columns = (TextColumn("weights "), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-                self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-                self._bar.start()
-                self._task = self._bar.add_task("weights", total=total)
-            self._bar.update(self._task, completed=done)
-        elif time.monotonic() - self._told > 1.9:
-            self._told = time.monotonic()
-            say(f"         reading weights, {gib(done)} of {gib(total)} ... {self._told - self._began:.0f} s")
-
-    def done(self) -> None:
-        """Everything is there."""
-        if self._bar is not None:
-            self._bar.stop()
-        self.say(f"weights  {gib(self._total)} of {self._name} in {time.monotonic() - self._began:.1f} s")

@@ -164,7 +164,8 @@ class AdoptMsg:
 @message
 @dataclass(frozen=True, slots=True)
 class ShutdownMsg:
-    """Launcher to child: end now. Controller to launcher: end the session (only of one that it started)."""
+    """Launcher to child: end now; to the controller: the session ends. Controller to launcher: end the session (only of
+    one that it started)."""
 
     reason: str = ""
 
