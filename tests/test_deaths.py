@@ -12,20 +12,15 @@ from tests.test_processes import ROOT, SCRIPTS, result_of, run_script
 
 STEPS = "8"
 MOMENTS = (
-    "load",
-    "built",
-    "stage",
-    "run",
-    "forward",
-    "recompute",
-    "loss",
-    "backward",
-    "launched",
-    "finish",
-    "handed",
-    "commit",
-    "committed",
+    ("load", "backward"),
+    ("built", "forward"),
+    ("stage", "handed"),
+    ("run", "commit"),
+    ("recompute", "launched"),
+    ("loss", "committed"),
+    ("finish", "finish"),
 )
+"""For worker-0 and worker-1."""
 
 
 def death(role: str, moment: str, count: int = 1, incarnation: int = 1, how: str = "kill") -> dict:
@@ -181,10 +176,11 @@ def test_a_kill_at_the_first_start_and_an_interrupt_raised_in_a_layer(undisturbe
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_death_at_any_moment_changes_no_number(undisturbed, moment, mode):
+@pytest.mark.parametrize("moments", MOMENTS, ids="-".join)
+def test_deaths_at_any_moment_change_no_number(undisturbed, moments, mode):
     more = {"SCRIPT_ASYNC": "1"} if mode == "async" else {}
-    count = 1 if moment in ("load", "built") else 4
-    run = run_dying(death("worker-1", moment, count), **more)
+    counts = [1 if moment in ("load", "built") else 4 for moment in moments]
+    rules = [death(f"worker-{index}", *rule) for index, rule in enumerate(zip(moments, counts, strict=True))]
+    run = run_dying(*rules, **more)
     assert result_of(run) == undisturbed[mode]
-    assert deaths_told(run) == 1, run.stderr
+    assert deaths_told(run) == 2, run.stderr
