@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -298,6 +299,32 @@ def test_the_device_holds_two_stages_and_the_sums_of_one() -> None:
     assert (device.weights, device.sums) == (4 * layer, 2 * layer)
     assert device.stage in (range(2, 4), range(0, 2))
     assert device.activations >= sum(found[p].kept_bytes for p in device.stage)
+
+
+# Forward stages, backward stages, rows of a micro-batch, GPUs, peak in GB: runs of docs/performance.md, 2026-11-30.
+ON_H200 = {
+    "head alone, 2 GPUs": ([(0, 29)], [(29, 30), (19, 29), (9, 19), (0, 9)], 8, 2, 33.5),
+    "head alone, 1 GPU": ([(0, 29)], [(29, 30), (19, 29), (9, 19), (0, 9)], 8, 1, 33.2),
+    "head and 11 blocks": ([(0, 18)], [(18, 30), (0, 18)], 8, 2, 55.3),
+    "all fused": ([], [(0, 30)], 1, 1, 25.2),
+}
+
+
+@pytest.mark.parametrize("case", ON_H200)
+def test_device_memory_is_what_runs_on_gpus_needed(case: str) -> None:
+    """The decoder of 2 G parameters in bf16, 2048 tokens a row; without CUDA's own memory, as torch counts it."""
+    forward, backward, rows, num_devices, measured_gb = ON_H200[case]
+    spec = importlib.util.spec_from_file_location("decoder", ROOT / "scripts" / "decoder.py")
+    assert spec is not None and spec.loader is not None
+    decoder = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(decoder)
+    model, _ = decoder.build("1.7b", device="meta")
+    layout = lay_out(model, torch.optim.AdamW(model.parameters()), torch.bfloat16, None)
+    cast_to_layout(layout)
+    found = costs_of(layout, torch.zeros(rows, 2048, dtype=torch.long, device="meta"))
+    plan = ExecutionPlan([range(*stage) for stage in forward], [range(*stage) for stage in backward])
+    device = device_memory(layout, found, [plan], num_devices)
+    assert device.total / 1e9 == pytest.approx(measured_gb, rel=0.1)
 
 
 # --- beside a run

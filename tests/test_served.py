@@ -299,10 +299,28 @@ show(pipe)
 )
 
 
+KILLED_AT_LOAD = (
+    MODEL
+    + """
+import os, signal
+from rpruntime.loading import Loader
+Loader._write = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+rp.init(name=SESSION)
+make()
+"""
+)
+
+
 @pytest.mark.timeout(600)
 def test_a_killed_controller_loses_what_no_step_has_taken() -> None:
+    """And one that is killed while its model is loading leaves nothing at all."""
     with no_leaks() as watch:
         with Served(watch, "served-killed", "-q") as served:
+            loading = served.start(KILLED_AT_LOAD)
+            _, err = loading.communicate(timeout=120)
+            assert loading.returncode == -signal.SIGKILL, err
+            wait_until(lambda: served.status()["controller"] is None, 20.0, "the place is free")
+            assert served.status()["models"] == []
             dying = served.start(KILLED)
             _, err = dying.communicate(timeout=120)
             assert dying.returncode == -signal.SIGKILL, err

@@ -856,7 +856,7 @@ class OptimizerMachine:
     def _on_note(self, msg: NoteModelMsg) -> None:
         model = self._models[msg.model]
         model.note, model.torn, model.open = msg, msg.version != model.version, None
-        model.buffers = {}
+        # model.buffers stays: those of the first call may have come before this message, by another link
         self._out.append(KeepBuffers(msg.model, msg.buffers))
 
     def _on_buffers(self, msg: DataReadyMsg) -> None:
