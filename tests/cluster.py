@@ -79,6 +79,8 @@ class Worker:
         self.ready: list[Any] = []
         """Events that the shell can deliver now, in any order."""
         self.copies: dict[int, list[Any]] = defaultdict(list)
+        self.ran: dict[int, list[tuple[int, str, int, tuple[int, int]]]] = defaultdict(list)
+        """By slot, what its present attempt has run."""
         self.own: dict[int, list[Extent]] = defaultdict(list)
         self.finished: dict[int, wm.FinishSlot] = {}
         self.dropping: list[tuple[int, list[Extent]]] = []
@@ -185,7 +187,8 @@ class Worker:
             self.cluster.failing.discard(task.slot)
             self.ready.append(wm.SlotFailedEvent(task.slot, ERROR))
             return
-        self.cluster.ran.append((task.call, task.kind, m, task.layers))
+        self.ran[task.slot].append((task.call, task.kind, m, task.layers))
+        self.cluster.ran.append(self.ran[task.slot][-1])
         start, stop = task.layers
         out = self.copies[task.slot]
 
@@ -237,6 +240,8 @@ class Worker:
         self.finished.pop(i.task.slot, None)
         self.copies.pop(i.task.slot, None)
         self.dropping.append((i.task.slot, self.own.pop(i.task.slot, [])))
+        for entry in self.ran.pop(i.task.slot, []):  # one that is put back runs again from its start
+            self.cluster.ran.remove(entry)
 
 
 class Optimizer:
