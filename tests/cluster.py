@@ -559,6 +559,7 @@ class Controller:
 
     def _FinishTask(self, i: ev.FinishTask) -> None:
         assert i.slot not in self.tasks_done
+        assert i.call not in self.cancelled, "who waits for it has been told that it is cancelled"
         self.tasks_done.add(i.slot)
 
     def _FinishStep(self, i: ev.FinishStep) -> None:

@@ -785,10 +785,12 @@ class ControllerMachine:
                 del self._waiting[slot]
                 if not self._is_cancelled(slot):
                     self._hand_over(slot)
+        cancel = self._models[task.model].cancel
+        if cancel is not None and cancel.first_call <= task.call <= cancel.last_call:
+            return
         if call.coverage is not None:
             self._out.append(FinishTask(task.model, task.call, msg.slot, msg.role, msg.spans, msg.tries))
-        cancel = self._models[task.model].cancel
-        if not call.is_running and (cancel is None or not cancel.first_call <= task.call <= cancel.last_call):
+        if not call.is_running:
             self._finish_call(task.call, call)
             self._finish_steps(self._models[task.model])
 
