@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from rpruntime.errors import ConfigError
 from rpruntime.models.parts import is_causal_lm
@@ -63,6 +64,9 @@ def read_source(
     if shape is not None:
         size, kind = shape
         inputs = torch.empty(size, dtype=kind, device="meta")
+        begins = _first_owner(model)
+        if isinstance(begins, nn.Linear | nn.Conv1d | nn.Conv2d) and not kind.is_floating_point:
+            raise ConfigError(f"--input of {kind}: the model begins with {type(begins).__name__}, which takes floats")
     else:
         inputs = _guessed_inputs(model, batch, seq)
     is_tokens = not inputs.is_floating_point() and inputs.dim() == 2
@@ -96,17 +100,35 @@ def _of_factory(where: str) -> nn.Module:
         ) from err
     finally:
         sys.path.remove(str(Path.cwd()))
-    with torch.device("meta"):
-        model = factory()
+    if isinstance(factory, nn.Module) or not callable(factory):
+        raise ConfigError(f"{where} is a {type(factory).__name__}: name a function that gives the model")
+    try:
+        with torch.device("meta"):
+            model = factory()
+    except Exception as err:
+        raise ConfigError(
+            f"{where} raised {type(err).__name__}: {err} (it is called without arguments, and its tensors have shapes "
+            "and no values: they are on the meta device)"
+        ) from err
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{where} gives a {type(model).__name__}, not an nn.Module")
+    lazy = [name for name, parameter in model.named_parameters() if isinstance(parameter, UninitializedParameter)]
+    if lazy:
+        raise ConfigError(f"{where}: {lazy[0]} has no shape yet: use layers that are not lazy")
+    if isinstance(model, nn.Sequential) and not len(model):
+        raise ConfigError(f"{where} gives a model without layers")
     return model.to("meta")
+
+
+def _first_owner(model: nn.Module) -> nn.Module | None:
+    """The first module that has parameters of its own."""
+    return next((m for m in model.modules() if next(m.parameters(recurse=False), None) is not None), None)
 
 
 def _guessed_inputs(model: nn.Module, batch: int, seq: int) -> torch.Tensor:
     if is_causal_lm(model):
         return torch.empty(batch, seq, dtype=torch.int64, device="meta")
-    owner = next((m for m in model.modules() if next(m.parameters(recurse=False), None) is not None), None)
+    owner = _first_owner(model)
     if isinstance(owner, nn.Embedding):
         return torch.empty(batch, seq, dtype=torch.int64, device="meta")
     if isinstance(owner, nn.Linear):

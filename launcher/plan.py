@@ -11,8 +11,9 @@ from typing import Any
 import rpruntime
 from launcher.devices import Device, resolve_devices, usable_cores
 from launcher.screen import Screen, devices_line, session_line
-from launcher.session import SessionFolder, clean_sessions, create_session, make_base
+from launcher.session import SessionFolder, check_name, clean_sessions, create_session, make_base
 from rpruntime.store.limits import read_host_memory
+from rpruntime.trace.place import check_place
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,11 @@ def make_plan(settings: Mapping[str, Any], sys_path: list[str]) -> Plan:
     """Resolve devices and threads.
 
     Raises:
-        ConfigError: there are no such devices.
+        ConfigError: there are no such devices, or a name or a place cannot be had.
     """
+    check_name(settings["name"])
+    if settings["trace"] is not None:
+        check_place(Path(settings["trace"]))
     devices = resolve_devices(settings["devices"])
     cores, workers = usable_cores(), max(1, len(devices))
     on_cuda = any(device.is_cuda for device in devices)

@@ -142,14 +142,19 @@ class SessionFolder:
             self._lock_fd = -1
 
 
+def check_name(name: str | None) -> None:
+    """Raises ConfigError if a session cannot have this name."""
+    if name is not None and not _NAME.fullmatch(name):
+        raise ConfigError(f"--name {name!r}: at most 40 letters, digits, '-', '_' and '.', the first a letter or digit")
+
+
 def create_session(base: Path, name: str | None, config: dict[str, Any], script: dict[str, Any]) -> SessionFolder:
     """Make the folder of a new session; its keys come later. `config` gets `log_dir`, if it has none.
 
     Raises:
         ConfigError: the name is unfit or a live session has it.
     """
-    if name is not None and not _NAME.fullmatch(name):
-        raise ConfigError(f"--name {name!r}: letters, digits, '-', '_' and '.' only, at most 40")
+    check_name(name)
     with _locked(base):
         path = _make_folder(base, name)
         lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -78,7 +78,7 @@ def lines(row: dict[str, Any]) -> list[str]:
         found.append(f"  {role['role']:<12} {role['device']:<8} pid {role['pid']:<8} {state}{nth}")
     for model in row["models"]:
         calls = f", {model['num_calls']} calls since" if model["num_calls"] else ""
-        found.append(f"  model        {model['name']}: step {model['step']}{calls}")
+        found.append(f"  model        {model['name']}: {model['step']} steps done{calls}")
     if row["memory_bytes"] is not None:
         found.append(f"  memory       {row['memory_bytes'] / 2**30:.2f} GiB shared")
     return found

@@ -181,6 +181,9 @@ class Client:
             return looking.Observation(sessions.find(session), timeout_s)
         return client_of(sessions.attach(session, timeout_s))
 
+    def __repr__(self) -> str:
+        return f"<Client of {self.session.name}>"
+
     def wait_roles(self) -> None:
         """Wait until every process of the session takes work; the launcher says what it waits for."""
         if self._thread is not None:
@@ -395,7 +398,7 @@ class Client:
         if self._broken is not None:
             raise self._broken
         if self._closed:
-            raise RoundPipeError("the session is closed: make a new RoundPipe")
+            raise RoundPipeError("this program has left or closed its session: attach again, or make a new RoundPipe")
         if os.getpid() != self._pid:
             raise RoundPipeError("a forked child cannot use the pipe of its parent")
         if not self.session.launcher_alive():

@@ -112,6 +112,9 @@ def end(model: Model) -> None:
             model.client.remove_listener(model.number)
             if model.client.session.served:
                 records.remove(model.client.session.folder, model.number)
+                model.say(
+                    f"pipe {model.name!r} is closed, and gone from the session: without `with` and close() it stays"
+                )
             # one that starts right now may be reading it
             if model.package is not None and not model.client.machine.replaced_workers:
                 model.package.free()

@@ -37,7 +37,8 @@ class StageTask:
     after: Sequence[TaskFuture] = ()
 
     def __str__(self) -> str:
-        layers = f"{self.layers.start}-{self.layers.stop - 1}" if isinstance(self.layers, range) else repr(self.layers)
+        is_range = isinstance(self.layers, range) and len(self.layers) > 0
+        layers = f"{self.layers.start}-{self.layers.stop - 1}" if is_range else repr(self.layers)
         which = "" if self.microbatches is None else f" mb {spelled(tuple(self.microbatches))}"
         where = "" if self.device is None else f" on {self.device}"
         return f"{self.kind} {layers}{which}{where}"
@@ -75,6 +76,10 @@ class TaskResult:
     spans: tuple[TaskSpan, ...] = ()
     tries: int = 0
     error: BaseException | None = None
+
+    def __repr__(self) -> str:
+        state = f"{self.busy_ms:.1f} ms" if self.error is None else f"{type(self.error).__name__}: {self.error}"
+        return f"<TaskResult {self.task}, slot {self.slot}{f', ran on {self.device}' * bool(self.device)}: {state}>"
 
     @property
     def start_ms(self) -> float | None:
@@ -162,7 +167,7 @@ class Iteration:
             ConfigError: one of them may not come next; names it. None of them is submitted.
             RoundPipeError: the iteration has failed or was given up.
         """
-        model, listed = self._model, list(tasks)
+        model, listed = self._model, [tasks] if isinstance(tasks, StageTask) else list(tasks)
         model.start_of_call()
         event = ev.TasksEvent(model.number, self.number, tuple(map(self._order, listed)))
         futures: list[TaskFuture] = []
@@ -185,11 +190,12 @@ class Iteration:
             raise ConfigError(f"submit takes an rp.StageTask, not a {type(task).__name__}")
         if not isinstance(task.layers, range):
             raise ConfigError(f"task {task}: layers must be a range of consecutive layers, such as range(0, 3)")
-        for other in task.after:
+        earlier = (task.after,) if isinstance(task.after, TaskFuture) else task.after
+        for other in earlier:
             if not isinstance(other, TaskFuture) or other.model != self._model.number:
                 raise ConfigError(f"task {task}: after takes futures of tasks of the same model, not {other!r}")
         microbatches = range(self.num_microbatches) if task.microbatches is None else task.microbatches
-        after = tuple(other.slot for other in task.after)
+        after = tuple(other.slot for other in earlier)
         return TaskOrder(task.kind, task.layers, tuple(microbatches), self._role(task), after)
 
     def _role(self, task: StageTask) -> str:

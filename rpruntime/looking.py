@@ -68,6 +68,9 @@ class Observation:
         self.name, self.folder = folder.name, folder
         self._timeout_s = timeout_s
 
+    def __repr__(self) -> str:
+        return f"<Observation of {self.name}>"
+
     def _body(self) -> dict[str, Any]:
         body = read_session(self.folder)
         if body is None:

@@ -208,6 +208,8 @@ class Figures:
         """See `RoundPipe.trace`."""
         if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
             raise ConfigError(f"steps must be a positive integer or None, not {steps!r}")
+        if not isinstance(file, str | os.PathLike):
+            raise ConfigError(f"trace takes the file's path, then steps=, not {file!r}")
         model, client = self._model, self._model.client
         with client.lock:
             part = None

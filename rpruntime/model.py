@@ -88,7 +88,9 @@ class Model:
     def _replace_older(self, found: ModelState | None) -> None:
         models = self.client.loaded
         if found is None and self.client.drop_found(self.name):
-            self.say(f"pipe {self.name!r}, left by another program, is made anew; RoundPipe.attach would go on with it")
+            self.say(
+                f"model {self.name!r}, left by another program, is made anew; RoundPipe.attach would go on with it"
+            )
         older = models.get(self.name)
         if older is not None and not older.closed:
             self.say(f"pipe {self.name!r} is made again: the older one is closed (pass name= to have two)")
@@ -283,7 +285,7 @@ class Model:
         if self.optimizer is None:
             raise ConfigError("this pipe has no optimizer: pass one to RoundPipe")
         if not self.books.open:
-            raise RoundPipeError("step without gradients: call pipe.forward_backward first")
+            raise RoundPipeError("step without gradients: nothing has been trained since the last one")
         self._check_submitted("a step")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be positive or None, not {max_grad_norm!r}")
@@ -480,6 +482,9 @@ class Model:
 
     # --- the end
 
+    def __repr__(self) -> str:
+        return f"<Model {self.name}, {len(self.layout.layers)} layers{', closed' * self.closed}>"
+
     def close(self) -> None:
         """End the model, not the session; the newest weights stay in the script's private memory.
 
@@ -535,7 +540,7 @@ class Model:
     def start_of_call(self) -> None:
         """Raises what ended the model, or the user's exception of an earlier call, once."""
         if self.closed:
-            raise RoundPipeError("this pipe is closed: make a new RoundPipe")
+            raise RoundPipeError(f"{self.name!r} is closed, as a pipe and as a model: make a new one")
         self.raise_failure()
 
     def raise_failure(self) -> None:

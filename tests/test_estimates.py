@@ -502,6 +502,48 @@ def test_other_inputs_and_optimizers(factory: str, capsys: pytest.CaptureFixture
     assert found["adamw"]["optimizer state"] == 2 * found["adamw"]["optimizer copy"]
 
 
+MISTAKEN = """
+import torch
+from torch import nn
+
+model = nn.Linear(2, 2)
+def raises():
+    raise RuntimeError("no weights here")
+def takes(n):
+    return nn.Linear(n, n)
+def values():
+    return nn.Linear(2, int(torch.ones(2).sum().numpy()))
+def lazy():
+    return nn.Sequential(nn.LazyLinear(4))
+def empty():
+    return nn.Sequential()
+def linear():
+    return nn.Sequential(nn.Linear(64, 1))
+"""
+
+
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        (("mistaken:model",), "mistaken:model is a Linear: name a function that gives the model"),
+        (("mistaken:raises",), "mistaken:raises raised RuntimeError: no weights here (it is called without arguments"),
+        (("mistaken:takes",), "mistaken:takes raised TypeError: takes() missing 1 required"),
+        (("mistaken:values",), "they are on the meta device"),
+        (("mistaken:lazy", "--input", "16,3"), "mistaken:lazy: 0.weight has no shape yet: use layers"),
+        (("mistaken:empty",), "mistaken:empty gives a model without layers"),
+        (("mistaken:linear", "--input", "16,64:int64"), "the model begins with Linear, which takes floats"),
+    ],
+)
+def test_a_mistaken_factory_gets_one_line(
+    words: tuple[str, ...], line: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mistaken.py").write_text(MISTAKEN)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert rpctl.main(["plan", *words, "--tflops", "1"]) == 2
+    said = capsys.readouterr().err
+    assert line in said and said.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     "target, extra, message",
     [

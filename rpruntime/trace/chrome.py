@@ -120,7 +120,7 @@ def read_trace(path: Path) -> TraceData:
     except OSError as err:
         raise ConfigError(f"cannot read {path}: {err.strerror}") from err
     except ValueError as err:
-        raise ConfigError(f"{path} is no trace: {err}") from err
+        raise ConfigError(f"{path} is no trace: it is not JSON") from err
     other = body.get("otherData") if isinstance(body, dict) else None
     if not isinstance(other, dict) or other.get("program") != "rpruntime":
         raise ConfigError(f"{path} is no trace of rpruntime; rplaunch --trace FILE and pipe.trace(FILE) write some")

@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rpruntime.errors import ConfigError
 from rpruntime.meter import Commit, SlotInfo
 from rpruntime.trace.chrome import TraceData, write_trace
+from rpruntime.trace.place import check_place
 from rpruntime.trace.report import Report, reports
 from rpruntime.trace.spans import COMPUTE, MESSAGES, OPTIMIZER, TraceRow, TraceSpan
 from rpruntime.trace.waits import waits
@@ -160,20 +160,3 @@ def _of_slot(
         kind=task.kind,
         **place,
     )
-
-
-def check_place(path: Path) -> None:
-    """Raises ConfigError if no file can be written there; told before the run, not at its end."""
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise ConfigError(f"trace {path}: there is no folder {folder}")
-    probe = folder / f".{path.name}.probe"
-    try:
-        probe.touch()
-        probe.unlink()
-    except OSError as err:
-        raise ConfigError(f"trace {path}: nothing can be written in {folder} ({err.strerror})") from err
-    if path.is_dir():
-        raise ConfigError(f"trace {path} is a folder: name a file")
-    if path.exists() and not path.is_file():  # the finished trace takes the place of what is there
-        raise ConfigError(f"trace {path} is a device or a pipe, which a trace would replace: name a file")
