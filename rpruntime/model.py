@@ -540,7 +540,7 @@ class Model:
     def start_of_call(self) -> None:
         """Raises what ended the model, or the user's exception of an earlier call, once."""
         if self.closed:
-            raise RoundPipeError(f"{self.name!r} is closed, as a pipe and as a model: make a new one")
+            raise RoundPipeError(f"pipe {self.name!r} is closed: make a new one")
         self.raise_failure()
 
     def raise_failure(self) -> None:

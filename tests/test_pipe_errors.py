@@ -199,7 +199,7 @@ def test_habits(session: PausedSession, capfd: pytest.CaptureFixture[str]) -> No
         pipe.gradients,
         lambda: pipe.forward(x),
     ):
-        with pytest.raises(RoundPipeError, match="this pipe is closed"):
+        with pytest.raises(RoundPipeError, match="'default' is closed"):
             use()
     pipe.close()
 
@@ -218,7 +218,7 @@ def test_what_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
         model.train()
         second = rp.RoundPipe(model, sgd(model), loss_fn=mse, num_microbatches=2, session=session)
         assert capfd.readouterr().err.count("pipe 'default' is made again: the older one is closed") == 1
-        with pytest.raises(RoundPipeError, match="this pipe is closed"):
+        with pytest.raises(RoundPipeError, match="'default' is closed"):
             first.forward_backward(x, y)
         second.forward_backward(x, y)
         second.close()
