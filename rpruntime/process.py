@@ -1,6 +1,7 @@
 """First lines of every child of a launcher: die with it, log, say hello.
 
     python -m rpruntime.worker        its `main` calls `start_child()` before it imports anything heavy
+    rpruntime/forkserver.py           forks a process that has imported it, and calls the same `main`
 
 The launcher passes, in the environment, RPRUNTIME_FOLDER (the session's folder), RPRUNTIME_ROLE,
 RPRUNTIME_INCARNATION and RPRUNTIME_DEATH_FD: the read end of a pipe whose only write end the launcher has, so
@@ -37,7 +38,10 @@ EXIT_START_FAILED = 4
 EXIT_FAILED = 5
 """Exit code after `Child.fail`."""
 
-PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+EXIT_UNFIT = 6
+"""Exit code of the fork server where forking would not be safe."""
+
+PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
 
 
 def prctl(option: int, value: int | bytes) -> None:

@@ -33,8 +33,8 @@ class Sent:
 def launcher_between_controllers(monkeypatch: pytest.MonkeyPatch) -> tuple[Launcher, ReadyProc, Sent]:
     """Controller 5 has gone, all have been reset, and the second process of worker-0 takes work."""
     launcher = Launcher.__new__(Launcher)
-    popen: Any = SimpleNamespace(pid=100)
-    proc = ReadyProc("worker-0", 2, Device("cpu:0"), popen, Path("worker-0.log"), 0, {})
+    process: Any = SimpleNamespace(pid=100)
+    proc = ReadyProc("worker-0", 2, Device("cpu:0"), Path("worker-0.log"), 0, process, {})
     sent = Sent()
     succession = Succession()
     succession.attach(Holder(5, 100, 1, (), 0.0))

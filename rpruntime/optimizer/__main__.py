@@ -1,4 +1,4 @@
-"""`python -m rpruntime.optimizer`: the optimizer process, started by the launcher."""
+"""`python -m rpruntime.optimizer`: the optimizer process. The launcher's fork server calls `main` instead."""
 
 from __future__ import annotations
 

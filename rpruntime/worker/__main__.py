@@ -1,4 +1,4 @@
-"""`python -m rpruntime.worker`: one GPU worker process, started by the launcher."""
+"""`python -m rpruntime.worker`: one GPU worker process. The launcher's fork server calls `main` instead."""
 
 from __future__ import annotations
 
