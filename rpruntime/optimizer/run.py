@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 
 from rpruntime.optimizer.shell import OptimizerShell
@@ -21,6 +23,9 @@ def run(child: Child, page: StatusPage) -> None:
     workers = tuple(f"worker-{index}" for index in range(len(child.config["devices"])))
     shell = OptimizerShell(child.mailbox, arena, workers)
     child.ready({"threads": torch.get_num_threads()})
+    # Seconds, which the first optimizer that is made would take: now the script is still importing too.
+    importlib.import_module("torch._dynamo")
+
     busy = False
     while True:
         messages = child.mailbox.receive(0.0 if busy else IDLE_WAIT_S)
