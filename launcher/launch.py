@@ -100,10 +100,10 @@ class Launcher:
     def turn(self, extra_fds: tuple[int, ...] = (), timeout_s: float = _TICK_S) -> set[int]:
         """One round of the loop; returns those of `extra_fds` that are readable."""
         assert self._mailbox is not None
+        # The mailbox's descriptor tells of changes only: what came in between is read first.
+        self._read_mail()  # which may end the controller's time, and close its descriptor
         own = (self._controller_fd,) if self._controller_fd >= 0 else ()
         watched = [self._wakeup.read_fd, self._mailbox.fileno(), *self._supervisor.filenos(), *own, *extra_fds]
-        # The mailbox's descriptor tells of changes only: what came in between is read first.
-        self._read_mail()
         try:
             readable, _, _ = select.select(watched, [], [], timeout_s)
         except InterruptedError:
