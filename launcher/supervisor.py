@@ -122,8 +122,11 @@ class Supervisor:
         return popen
 
     def _request(self, server: ForkServer, requested: RequestedProc) -> None:
-        with _open_log(requested.log_file) as log:
-            server.request(requested.role, self._own_environ(requested), log.fileno())
+        try:
+            with _open_log(requested.log_file) as log:
+                server.request(requested.role, self._own_environ(requested), log.fileno())
+        except OSError as err:
+            self._miscarry(requested, server.process.pid, 1, str(err))
 
     def _begun(self, requested: RequestedProc, process: Process) -> UnreadyProc:
         role, device, log_file = requested.role, requested.device, requested.log_file
