@@ -1,5 +1,6 @@
 """Children of the launcher as values: what can be done with one is in its type.
 
+RequestedProc  the fork server was asked for it; there is no process yet
 UnreadyProc    starts; cannot be given work
 ReadyProc      takes work
 Ended          is gone, and why
@@ -7,23 +8,32 @@ Ended          is gone, and why
 
 from __future__ import annotations
 
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from launcher.devices import Device
 from rpruntime.status import Status
 
 
+class Process(Protocol):
+    """What `subprocess.Popen` and `ForkedProcess` have in common; exit codes are negative for a signal."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Child:
-    """A process that runs. Its log began at byte `log_start`; what is before is its predecessor's."""
+    """A role's present incarnation. Its log began at byte `log_start`; what is before is its predecessor's."""
 
     role: str
     incarnation: int
     device: Device | None
-    popen: subprocess.Popen[bytes]
     log_file: Path
     log_start: int
 
@@ -35,30 +45,51 @@ class _Child:
     @property
     def who(self) -> str:
         """For lines on the screen."""
-        return _who(self.role, self.device_name, self.popen.pid)
+        return _who(self.role, self.device_name, None)
 
 
 @dataclass(frozen=True, slots=True)
-class UnreadyProc(_Child):
+class RequestedProc(_Child):
+    """A child that the fork server was asked for, or will be when it is ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Running(_Child):
+    process: Process
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self.process.pid
+
+    @property
+    def who(self) -> str:
+        """For lines on the screen."""
+        return _who(self.role, self.device_name, self.pid)
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadyProc(_Running):
     """A child that cannot be given work yet."""
 
 
 @dataclass(frozen=True, slots=True)
-class ReadyProc(_Child):
+class ReadyProc(_Running):
     """A child that takes work."""
 
     info: dict[str, Any]
     """`ReadyMsg.info`, with its incarnation."""
 
 
-Proc = UnreadyProc | ReadyProc
+Proc = RequestedProc | UnreadyProc | ReadyProc
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
     """The end of a child, as the kernel reported it.
 
-    `lines` are the last ones of its log, `status` is what a worker was doing.
+    `pid` is the fork server's if that ended before it had forked the child. `lines` are the last ones of its log,
+    `status` is what a worker was doing.
     """
 
     role: str
@@ -79,6 +110,6 @@ class Ended:
         return _who(self.role, self.device, self.pid)
 
 
-def _who(role: str, device: str, pid: int) -> str:
+def _who(role: str, device: str, pid: int | None) -> str:
     on = f" on {device}" if device else ""
-    return f"{role}{on} (pid {pid})"
+    return f"{role}{on}" + (f" (pid {pid})" if pid is not None else "")

@@ -18,7 +18,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from launcher.children import Ended, ReadyProc
+from launcher.children import Ended, ReadyProc, RequestedProc
 from launcher.ends import note_end, says_why, without_log_prefix
 from launcher.hangs import HangWatch, Kill
 from launcher.plan import Plan
@@ -100,10 +100,10 @@ class Launcher:
     def turn(self, extra_fds: tuple[int, ...] = (), timeout_s: float = _TICK_S) -> set[int]:
         """One round of the loop; returns those of `extra_fds` that are readable."""
         assert self._mailbox is not None
-        own = (self._controller_fd,) if self._controller_fd >= 0 else ()
-        watched = [self._wakeup.read_fd, self._mailbox.fileno(), *own, *extra_fds]
         # The mailbox's descriptor tells of changes only: what came in between is read first.
-        self._read_mail()
+        self._read_mail()  # which may end the controller's time, and close its descriptor
+        own = (self._controller_fd,) if self._controller_fd >= 0 else ()
+        watched = [self._wakeup.read_fd, self._mailbox.fileno(), *self._supervisor.filenos(), *own, *extra_fds]
         try:
             readable, _, _ = select.select(watched, [], [], timeout_s)
         except InterruptedError:
@@ -112,6 +112,8 @@ class Launcher:
         self._read_mail()
         for ended in self._supervisor.reap():
             self._on_ended(ended)
+        if self._supervisor.take_started():
+            self._save()
         if not self._supervisor.stopping:
             self._watch_controller(ended=self._controller_fd in readable)
             self._notice.tick(time.monotonic(), self._supervisor.unready(replacements=False))
@@ -133,7 +135,7 @@ class Launcher:
 
     def end(self, *, at_once: bool = False) -> None:
         """End all children, by the ladder or at once, and remove the folder's content except logs."""
-        self._supervisor.stopping = True
+        self._supervisor.stop()
         if self._mailbox is not None:
             self._run_ladder(at_once)
             self._mailbox.close()
@@ -411,7 +413,7 @@ class Launcher:
     def _save(self) -> None:
         self.folder.roles = {
             role: {
-                "pid": proc.popen.pid,
+                "pid": None if isinstance(proc, RequestedProc) else proc.pid,
                 "incarnation": proc.incarnation,
                 "device": proc.device_name,
                 "state": "ready" if isinstance(proc, ReadyProc) else "starting",

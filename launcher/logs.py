@@ -15,7 +15,7 @@ from launcher.session import is_alive, list_sessions, read_session
 
 POLL_S = 0.2
 LAST_LINES = 10
-_ROLE = re.compile(r"controller|optimizer|worker-\d+|(cuda|cpu):\d+")
+_ROLE = re.compile(r"controller|optimizer|forkserver|worker-\d+|(cuda|cpu):\d+")
 
 
 def logs(words: list[str]) -> int:

@@ -75,7 +75,7 @@ def lines(row: dict[str, Any]) -> list[str]:
     for role in row["roles"]:
         state = role["state"] + (f": {role['reason']}" if role.get("reason") else "")
         nth = f" (process {role['incarnation']})" if role["incarnation"] > 1 else ""
-        found.append(f"  {role['role']:<12} {role['device']:<8} pid {role['pid']:<8} {state}{nth}")
+        found.append(f"  {role['role']:<12} {role['device']:<8} pid {role['pid'] or '-':<8} {state}{nth}")
     for model in row["models"]:
         calls = f", {model['num_calls']} calls since" if model["num_calls"] else ""
         found.append(f"  model        {model['name']}: {model['step']} steps done{calls}")

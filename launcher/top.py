@@ -123,7 +123,7 @@ class Watch:
             "peak_bytes": figures.get("peak_bytes", 0),
             "memory_bytes": figures.get("memory_bytes", 0),
             "copies_bytes_per_s": self._rates(role, row["incarnation"], status, now),
-            "gpu": self._gpus.of(row["pid"]) if row["device"].startswith("cuda") else None,
+            "gpu": self._gpus.of(row["pid"]) if row["pid"] and row["device"].startswith("cuda") else None,
         }
 
     def _rates(self, role: str, incarnation: int, status: Status, now: float) -> dict[str, float] | None:

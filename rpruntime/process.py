@@ -1,6 +1,7 @@
 """First lines of every child of a launcher: die with it, log, say hello.
 
-    python -m rpruntime.worker        its __main__ calls `start_child()` before it imports anything heavy
+    python -m rpruntime.worker        its `main` calls `start_child()` before it imports anything heavy
+    rpruntime/forkserver.py           forks a process that has imported it, and calls the same `main`
 
 The launcher passes, in the environment, RPRUNTIME_FOLDER (the session's folder), RPRUNTIME_ROLE,
 RPRUNTIME_INCARNATION and RPRUNTIME_DEATH_FD: the read end of a pipe whose only write end the launcher has, so
@@ -37,7 +38,16 @@ EXIT_START_FAILED = 4
 EXIT_FAILED = 5
 """Exit code after `Child.fail`."""
 
-_PR_SET_PDEATHSIG = 1
+EXIT_UNFIT = 6
+"""Exit code of the fork server where forking would not be safe."""
+
+PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
+
+
+def prctl(option: int, value: int | bytes) -> None:
+    """Set an attribute of this process, as far as the kernel has it."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value) if isinstance(value, int) else value, 0, 0, 0)
 
 
 def start_time(pid: int) -> int | None:
@@ -163,6 +173,7 @@ def start_child() -> Child:
     parent = os.getppid()
     _die_with_parent(parent, int(os.environ["RPRUNTIME_DEATH_FD"]))
     role = os.environ["RPRUNTIME_ROLE"]
+    prctl(PR_SET_NAME, f"rp:{role}".encode())  # for ps and top
     incarnation = int(os.environ["RPRUNTIME_INCARNATION"])
     folder = Path(os.environ["RPRUNTIME_FOLDER"])
     lines = _set_up_log(role)
@@ -185,8 +196,7 @@ def start_child() -> Child:
 
 def _die_with_parent(parent: int, death_fd: int) -> None:
     os.set_inheritable(death_fd, False)
-    with contextlib.suppress(OSError, AttributeError):  # the pipe is enough for all but stuck processes
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the pipe is enough for all but stuck processes
     try:
         pidfd = open_pidfd(parent)
     except ProcessLookupError:

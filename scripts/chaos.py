@@ -63,13 +63,9 @@ def command(options: argparse.Namespace, devices: str, stop: Path, num_steps: in
 
 
 def workers_of(launcher: int) -> list[int]:
-    """The workers' pids: the launcher's children that run `rpruntime.worker`."""
-    found = []
-    for entry in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
-        words = Path(f"/proc/{entry}/cmdline").read_bytes()
-        if b"rpruntime.worker" in words:
-            found.append(int(entry))
-    return found
+    """The workers' pids: the launcher's children that have the name of one."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    return [int(pid) for pid in children if Path(f"/proc/{pid}/comm").read_text().startswith("rp:worker-")]
 
 
 def disturb(options: argparse.Namespace, stop: Path, output: Path) -> tuple[int, int]:

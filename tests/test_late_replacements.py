@@ -14,7 +14,7 @@ from launcher.devices import Device
 from launcher.launch import Launcher
 from launcher.succession import Holder, Succession
 from rpruntime.wire.messages import AttachedMsg, AttachMsg, RoleReadyMsg
-from rpruntime.wire.succession import ResetDoneMsg, ResetMsg
+from rpruntime.wire.succession import ControllerGoneMsg, DetachMsg, ResetDoneMsg, ResetMsg
 
 
 class Sent:
@@ -33,8 +33,8 @@ class Sent:
 def launcher_between_controllers(monkeypatch: pytest.MonkeyPatch) -> tuple[Launcher, ReadyProc, Sent]:
     """Controller 5 has gone, all have been reset, and the second process of worker-0 takes work."""
     launcher = Launcher.__new__(Launcher)
-    popen: Any = SimpleNamespace(pid=100)
-    proc = ReadyProc("worker-0", 2, Device("cpu:0"), popen, Path("worker-0.log"), 0, {})
+    process: Any = SimpleNamespace(pid=100)
+    proc = ReadyProc("worker-0", 2, Device("cpu:0"), Path("worker-0.log"), 0, process, {})
     sent = Sent()
     succession = Succession()
     succession.attach(Holder(5, 100, 1, (), 0.0))
@@ -82,3 +82,26 @@ def test_sockets_of_dead_controllers_go(tmp_path: Path, monkeypatch: pytest.Monk
     launcher._segments = SimpleNamespace(segments=dict)  # type: ignore[assignment]
     launcher._after_reset()
     assert {path.name for path in tmp_path.iterdir()} == {*names[2:], "controller.log", "optimizer.1.sock"}
+
+
+def test_a_controller_that_detaches_is_watched_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher, _, sent = launcher_between_controllers(monkeypatch)
+    launcher._on_attach(AttachMsg(os.getpid(), incarnation=6))
+    mail: list[Any] = [DetachMsg(6)]
+    read_fd, write_fd = os.pipe()
+    for name, value in {
+        "receive": lambda: [mail.pop()] if mail else [],
+        "fileno": lambda: read_fd,
+    }.items():
+        setattr(sent, name, value)
+    launcher._wakeup = SimpleNamespace(read_fd=read_fd, drain=lambda: None)  # type: ignore[assignment]
+    launcher._follower = SimpleNamespace(copy=lambda: None)  # type: ignore[assignment]
+    launcher._supervisor = SimpleNamespace(  # type: ignore[assignment]
+        filenos=tuple, reap=list, take_started=bool, stopping=True
+    )
+    try:
+        assert launcher.turn(timeout_s=0) == set()
+    finally:
+        os.close(read_fd)
+        os.close(write_fd)
+    assert launcher._controller_fd == -1 and sent.to("optimizer", ControllerGoneMsg)

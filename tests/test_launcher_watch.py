@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from launcher.children import Ended
+from launcher.children import Ended, UnreadyProc
 from launcher.devices import Device
 from launcher.ends import describe_place
 from launcher.hangs import LOOK_S, HangWatch, Kill, Say, Sighting
@@ -342,6 +342,12 @@ def test_is_stopped() -> None:
 # --- ends that take the kernel long
 
 
+def started_pid(supervisor: Supervisor, incarnation: int = 1) -> int:
+    proc = supervisor.start("worker-0", Device("cpu:0"), incarnation)
+    assert isinstance(proc, UnreadyProc)
+    return proc.pid
+
+
 @pytest.mark.parametrize("command, code", [("sleep 60", -9), ("sh -c 'exit 3'", 3), ("true", 0)])
 def test_an_end_that_the_kernel_has_not_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, code: int
@@ -350,7 +356,7 @@ def test_an_end_that_the_kernel_has_not_reported(
     clock = Clock()
     folder = create_session(tmp_path, None, {"log_dir": None}, {})
     supervisor = Supervisor(folder, {**os.environ, CHILD_COMMAND_VARIABLE: command}, clock)
-    pid = supervisor.start("worker-0", Device("cpu:0")).popen.pid
+    pid = started_pid(supervisor)
     monkeypatch.setattr("launcher.supervisor._has_exited", lambda pid: False)
     real_poll = subprocess.Popen.poll
     monkeypatch.setattr(subprocess.Popen, "poll", lambda popen: None)
@@ -365,7 +371,7 @@ def test_an_end_that_the_kernel_has_not_reported(
     assert (found.role, found.pid, found.returncode, found.expected) == ("worker-0", pid, code, False)
     assert supervisor.reap() == []
     assert not supervisor.procs and not supervisor.all_gone
-    supervisor.start("worker-0", Device("cpu:0"), 2).popen.kill()
+    os.kill(started_pid(supervisor, 2), signal.SIGKILL)
     monkeypatch.setattr(subprocess.Popen, "poll", real_poll)
     monkeypatch.setattr("launcher.supervisor._has_exited", _has_exited)
     wait_until(lambda: [each.incarnation for each in supervisor.reap()] == [2], 5.0)
@@ -378,7 +384,7 @@ def test_an_end_that_the_kernel_has_not_reported(
 def test_core_files_are_without_shared_memory(tmp_path: Path) -> None:
     folder = create_session(tmp_path, None, {"log_dir": None}, {})
     supervisor = Supervisor(folder, {**os.environ, CHILD_COMMAND_VARIABLE: "sleep 60"})
-    pid = supervisor.start("worker-0", Device("cpu:0")).popen.pid
+    pid = started_pid(supervisor)
     assert int(Path(f"/proc/{pid}/coredump_filter").read_text(), 16) == 0x31
     supervisor.signal_all(signal.SIGKILL)
     wait_until(lambda: supervisor.reap() or supervisor.all_gone, 5.0)

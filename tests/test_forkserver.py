@@ -1,0 +1,209 @@
+"""The fork server: whose children the processes are, and what follows from its end at every moment."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launcher.children import Ended, Proc, RequestedProc, UnreadyProc
+from launcher.devices import Device
+from launcher.session import create_session
+from launcher.supervisor import Supervisor
+from rpruntime.forkserver import SOCKET_VARIABLE
+from rpruntime.process import EXIT_UNFIT
+from tests.launching import ROOT, WAIT_READY, Run, rplaunch
+from tests.leaks import no_leaks, wait_until
+
+SAYS_READY = f"""
+import os, socket, time
+s = socket.socket(fileno=int(os.environ[{SOCKET_VARIABLE!r}]))
+s.send(b'{{"ready": true}}')
+"""
+STAYS = WAIT_READY + "import time\nwhile True:\n    time.sleep(0.1)\n"
+
+
+# --- decisions, with something else in the server's place
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
+    """Roles are `sleep`; the fork server is the Python code in the variable SERVER."""
+
+    def command(*words: str) -> list[str]:
+        if "rpruntime.forkserver" in words:
+            return [sys.executable, "-c", os.environ["SERVER"]]
+        return ["sleep", "60"]
+
+    monkeypatch.setattr("launcher.supervisor.python_command", command)
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("RPRUNTIME_")}
+    folder = create_session(tmp_path, None, {"log_dir": None}, {})
+    found = Supervisor(folder, environ)
+    yield found
+    found.stop()
+    found.signal_all(signal.SIGKILL)
+    wait_until(lambda: not found.reap() and found.all_gone, 5.0)
+    found.close()
+    folder.remove()
+
+
+def started(supervisor: Supervisor, role: str = "worker-0") -> Proc:
+    return supervisor.start(role, Device(f"cpu:{role[-1]}") if role != "optimizer" else None)
+
+
+def ends(supervisor: Supervisor, count: int) -> list[Ended]:
+    found: list[Ended] = []
+    wait_until(lambda: found.extend(supervisor.reap()) or len(found) >= count, 10.0)
+    return found
+
+
+def test_a_server_that_does_not_come_to_be_is_the_end_of_all(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVER", "raise ImportError('torch is broken')")
+    for role in ("optimizer", "worker-0"):
+        assert isinstance(started(supervisor, role), RequestedProc)
+    assert supervisor.unready(replacements=False) == ["optimizer", "worker-0"]
+    for ended in ends(supervisor, 2):
+        assert (ended.returncode, ended.was_ready, ended.expected) == (1, False, False)
+        assert ended.lines[-1] == "ImportError: torch is broken"
+        assert "torch is broken" in ended.log_file.read_text() and ended.log_file.stem == ended.role
+    assert supervisor.all_gone
+
+
+@pytest.mark.parametrize("server", [f"raise SystemExit({EXIT_UNFIT})", SAYS_READY, SAYS_READY + "s.recv(1)"])
+def test_without_a_server_that_is_of_use_processes_are_started(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, server: str
+) -> None:
+    """It is unfit; it has died after its imports; it has died with a request in its hands."""
+    monkeypatch.setenv("SERVER", server)
+    assert isinstance(started(supervisor), RequestedProc)
+    wait_until(lambda: not supervisor.reap() and isinstance(supervisor.procs["worker-0"], UnreadyProc), 10.0)
+    assert supervisor.take_started() and not supervisor.take_started()
+    assert isinstance(started(supervisor, "worker-1"), UnreadyProc), "nor is there another server"
+
+
+def test_a_fork_that_fails_is_the_end_of_that_process(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = json.dumps({"role": "worker-0", "error": "no process can be forked"})
+    monkeypatch.setenv("SERVER", SAYS_READY + f"s.recv(9999); s.send({answer!r}.encode()); s.recv(1); s.recv(1)")
+    started(supervisor)
+    (ended,) = ends(supervisor, 1)
+    assert (ended.reason, ended.returncode, ended.role) == ("no process can be forked", 1, "worker-0")
+
+
+def test_a_server_that_does_not_answer_is_killed_in_its_childs_place(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVER", SAYS_READY + "time.sleep(60)")
+    started(supervisor)
+    (sighting,) = supervisor.sightings().values()
+    assert sighting.who == "worker-0 on cpu:0" and not sighting.stopped
+    supervisor.kill("worker-0", "was not ready")
+    (ended,) = ends(supervisor, 1)
+    assert (ended.reason, ended.returncode) == ("was not ready", -signal.SIGKILL)
+
+
+def test_a_session_that_ends_waits_for_no_import(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVER", "import time; time.sleep(60)")
+    started(supervisor)
+    supervisor.stop()
+    (ended,) = ends(supervisor, 1)
+    assert ended.expected and supervisor.all_gone
+
+
+# --- real ones
+
+
+def _line(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode()
+
+
+def _children(pid: int) -> dict[str, int]:
+    """Names of a process's children; a zombie would be among them."""
+    found = {}
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        with contextlib.suppress(OSError):
+            found[Path(f"/proc/{child}/comm").read_text().strip()] = int(child)
+    return found
+
+
+def _next(run: Run, role: str, incarnation: int) -> int:
+    def row() -> dict:
+        return run.session()["roles"].get(role, {})
+
+    wait_until(lambda: (row().get("incarnation"), row().get("state")) == (incarnation, "ready"), 40.0, run.err)
+    return int(row()["pid"])
+
+
+def test_processes_are_forked_as_children_of_the_launcher(tmp_path: Path) -> None:
+    with no_leaks() as watch:
+        run = rplaunch(tmp_path, watch, STAYS, RPRUNTIME_CHILD_COMMAND="")
+        wait_until(lambda: run.session()["roles"], 10.0)
+        rows = run.session()["roles"]
+        assert {(row["state"], row["pid"]) for row in rows.values()} == {("starting", None)}
+        pids = {role: _next(run, role, 1) for role in rows}
+        launcher = run.popen.pid
+        children = _children(launcher)
+        assert {name: children[f"rp:{name}"] for name in pids} == pids
+        assert len(children) == 5, "and the server and the script"
+        server = children["rp:forkserver"]
+        assert len(os.listdir(f"/proc/{server}/task")) == 1 and not _children(server)
+        for role, pid in pids.items():
+            assert _line(pid).startswith(f"rpruntime.{role.split('-')[0]} {role} {run.folder.name[:4]}")
+            assert os.getsid(pid) == pid
+            assert int(Path(f"/proc/{pid}/coredump_filter").read_text(), 16) == 0x31
+            assert os.readlink(f"/proc/{pid}/fd/2") == str(run.folder / f"{role}.log")
+            assert os.readlink(f"/proc/{pid}/fd/0") == os.devnull
+
+        os.kill(pids["worker-0"], signal.SIGKILL)
+        pid = _next(run, "worker-0", 2)
+        assert pid != pids["worker-0"] and _line(pid).startswith("rpruntime.worker worker-0")
+
+        os.kill(server, signal.SIGKILL)
+        os.kill(pids["worker-1"], signal.SIGKILL)
+        pid = _next(run, "worker-1", 2)
+        assert "-m rpruntime.worker" in _line(pid) and _children(launcher)["rp:worker-1"] == pid
+        assert len(_children(launcher)) == 4
+
+        os.kill(run.script_pid(), signal.SIGTERM)
+        assert run.wait() == 143
+        assert "server" not in run.err
+
+
+def _stub(tmp_path: Path, code: str) -> str:
+    """A PYTHONPATH on which torch is this code."""
+    (tmp_path / "stub" / "torch").mkdir(parents=True)
+    (tmp_path / "stub" / "torch" / "__init__.py").write_text(code)
+    return os.pathsep.join([str(tmp_path / "stub"), str(ROOT)])
+
+
+def test_a_torch_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
+    path = _stub(tmp_path, "raise ImportError('libtorch.so: cannot open shared object file')")
+    with no_leaks() as watch:
+        script = "import time\ntime.sleep(60)\n"
+        run = rplaunch(tmp_path, watch, script, RPRUNTIME_CHILD_COMMAND="", PYTHONPATH=path)
+        wait_until(lambda: run.err.count("did not start") == 3, 10.0)
+        for role in ("optimizer", "worker-0 on cpu:0", "worker-1 on cpu:1"):
+            assert re.search(rf"{role} \(pid \d+\) did not start: exit code 1: ImportError: libtorch", run.err)
+        assert "Traceback" in (run.folder / "worker-0.log").read_text()
+        os.kill(run.script_pid(), signal.SIGKILL)
+        assert run.wait() == 137
+
+
+def test_ctrl_c_during_the_imports_ends_everything(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    path = _stub(tmp_path, f"import time\nopen({str(mark)!r}, 'w').close()\ntime.sleep(60)\n")
+    with no_leaks(within_s=3.0) as watch:
+        script = "import time\nprint('began', flush=True)\ntime.sleep(60)\n"
+        run = rplaunch(tmp_path, watch, script, RPRUNTIME_CHILD_COMMAND="", PYTHONPATH=path)
+        wait_until(mark.exists, 10.0)
+        run.wait_for("began")
+        run.kill_group(signal.SIGINT)
+        assert run.wait(5.0) == 130
