@@ -90,14 +90,14 @@ def take_place(folder: Path) -> Place:
     fd = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as err:
+    except OSError:
         holder = _read(fd)
         os.close(fd)
         raise ConfigError(
             f"session {folder.name} is used by {described(holder)}; one controller at a time (to look only: "
             "rp.Client.attach(observe=True) or rpctl; a script started by that process needs RPRUNTIME_SESSION unset "
             "to get a session of its own)"
-        ) from err
+        ) from None
     number = int(_read(fd).get("incarnation", 0)) + 1
     body = {"incarnation": number, "pid": os.getpid(), "argv": command(), "since": time.time()}
     try:  # in one write, over all that was there: a death in the middle must not lose count
