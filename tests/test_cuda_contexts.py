@@ -97,8 +97,8 @@ def test_script_launcher_and_optimizer_never_initialise_cuda(tmp_path: Path) -> 
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout.splitlines()[-1]) == {"launcher has torch": False, "initialised": False}
     notes = (tmp_path / "notes").read_text().splitlines()
-    assert {"loaded optimizer", "loaded worker-0", "loaded worker-1"} < set(notes)
-    assert len([note for note in notes if note.startswith("loaded")]) >= 4  # the script's too
+    # the roles are forks of the server, which has loaded it for them
+    assert sorted(note for note in notes if note.startswith("loaded")) == ["loaded forkserver.py", "loaded train.py"]
     assert [note for note in notes if note.startswith("initialised")] == []
 
 

@@ -8,16 +8,18 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from launcher.children import Ended, Proc, RequestedProc, UnreadyProc
 from launcher.devices import Device
 from launcher.session import create_session
 from launcher.supervisor import Supervisor
-from rpruntime.forkserver import SOCKET_VARIABLE
+from rpruntime.forkserver import SOCKET_VARIABLE, why_unfit
 from rpruntime.process import EXIT_UNFIT
 from tests.launching import ROOT, WAIT_READY, Run, rplaunch
 from tests.leaks import no_leaks, wait_until
@@ -62,6 +64,16 @@ def ends(supervisor: Supervisor, count: int) -> list[Ended]:
     found: list[Ended] = []
     wait_until(lambda: found.extend(supervisor.reap()) or len(found) >= count, 10.0)
     return found
+
+
+def test_who_has_a_context_or_threads_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    assert why_unfit() == ""
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        assert why_unfit() == "an import has loaded the CUDA driver"
+    monkeypatch.setattr(threading, "active_count", lambda: 2)
+    assert why_unfit() == "an import has started threads"
 
 
 def test_a_server_that_does_not_come_to_be_is_the_end_of_all(
