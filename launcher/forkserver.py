@@ -64,10 +64,10 @@ class ForkServer:
         assert self.is_ready
         # Only now: what the script leaves behind is not ours to collect.
         prctl(PR_SET_CHILD_SUBREAPER, 1)
-        self._unanswered.add(role)
         data = json.dumps({"role": role, "environ": dict(environ)}).encode()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self._sock, [data], [log_fd])
+            self._unanswered.add(role)
 
     def answers(self) -> list[Forked | NotForked]:
         """What it has said since the last call. Look at `is_ready` after it."""

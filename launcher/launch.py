@@ -51,6 +51,9 @@ _REASON_WAIT_S = 0.5
 _ASK_S, _TERM_S = 2.5, 1.0
 
 
+STOPPED = "its launcher was told to end it (rpctl stop, Ctrl-C, SIGTERM)"
+
+
 class Launcher:
     """A running session, from the launcher's side. Use from the main thread."""
 
@@ -84,6 +87,7 @@ class Launcher:
         # Why a process could not start, in its own words, by role and incarnation.
         self._failed_reasons: dict[tuple[str, int], str] = {}
         self.shutdown_asked = False
+        self.why_it_ends = "its launcher ends"
 
     def start(self) -> None:
         """Serve segments and messages, and start the children."""
@@ -116,8 +120,9 @@ class Launcher:
             self._save()
         if not self._supervisor.stopping:
             self._watch_controller(ended=self._controller_fd in readable)
-            self._notice.tick(time.monotonic(), self._supervisor.unready(replacements=False))
-            self._replacement_notice.tick(time.monotonic(), self._supervisor.unready(replacements=True))
+            now, ready = time.monotonic(), self._supervisor.ready()
+            self._notice.tick(now, self._supervisor.unready(replacements=False), ready)
+            self._replacement_notice.tick(now, self._supervisor.unready(replacements=True), ready)
             if self._hangs.is_due():
                 self._look_for_hangs()
         self._follower.copy()
@@ -161,7 +166,7 @@ class Launcher:
             if rung == "ask":
                 assert self._mailbox is not None
                 if not self.shutdown_asked:
-                    self._tell_controller(ShutdownMsg("its launcher was told to end it (rpctl stop, Ctrl-C, SIGTERM)"))
+                    self._tell_controller(ShutdownMsg(self.why_it_ends))
                 for role, proc in supervisor.procs.items():
                     if isinstance(proc, ReadyProc):
                         self._mailbox.send(role, ShutdownMsg("the session ends"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,9 +107,11 @@ def _of_factory(where: str) -> nn.Module:
         with torch.device("meta"):
             model = factory()
     except Exception as err:
+        at = traceback.extract_tb(err.__traceback__)[-1]
+        line = next(iter(str(err).strip().splitlines()), "")
         raise ConfigError(
-            f"{where} raised {type(err).__name__}: {err} (it is called without arguments, and its tensors have shapes "
-            "and no values: they are on the meta device)"
+            f"{where} raised {type(err).__name__}: {line} ({Path(at.filename).name}:{at.lineno}; it is called without "
+            "arguments, and its tensors are on the meta device: they have no values)"
         ) from err
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{where} gives a {type(model).__name__}, not an nn.Module")

@@ -103,13 +103,14 @@ class WaitNotice:
         # When the present waiting began; None: nobody is waited for.
         self._began: float | None = None
         self._said = 0
-        self._last = ""
+        self._last: list[str] = []
 
-    def tick(self, now: float, roles: list[str]) -> None:
+    def tick(self, now: float, roles: list[str], ready: list[str]) -> None:
         """Call it often; `roles` are those not ready yet."""
         if not roles:
-            if self._began is not None and self._said:
-                self._screen.say(f"{self._what}{self._last} started after {now - self._began:.0f} s")
+            there = ", ".join(role for role in self._last if role in ready)
+            if self._began is not None and self._said and there:
+                self._screen.say(f"{self._what}{there} started after {now - self._began:.0f} s")
             self._began, self._said = None, 0
             return
         if self._began is None:
@@ -118,8 +119,8 @@ class WaitNotice:
         if waited < self._due():
             return
         self._said += 1
-        self._last = ", ".join(roles)
-        self._screen.say(f"waiting for {self._what}{self._last} to start ({waited:.0f} s)")
+        self._last = roles
+        self._screen.say(f"waiting for {self._what}{', '.join(roles)} to start ({waited:.0f} s)")
 
     def _due(self) -> float:
         past = self._said - len(self._notices_s) + 1

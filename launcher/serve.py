@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from launcher.launch import Launcher
+from launcher.launch import STOPPED, Launcher
 from launcher.plan import begin_session, make_plan
 from launcher.screen import Screen, hold_standard_descriptors
 from launcher.wakeup import Wakeup
@@ -75,6 +75,7 @@ def _watch(launcher: Launcher, wakeup: Wakeup, pid: int, started: int, pidfd: in
         if pidfd < 0 and start_time(pid) != started:
             return
         if any(number == signal.SIGTERM for number, _ in wakeup.take()):
+            launcher.why_it_ends = STOPPED
             return
 
 

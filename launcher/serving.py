@@ -65,7 +65,7 @@ def serve_detached(words: list[str]) -> int:
 
 
 def _serve(words: list[str], wakeup: Wakeup, ready_fd: int | None) -> int:
-    from launcher.launch import Launcher
+    from launcher.launch import STOPPED, Launcher
     from launcher.plan import begin_session, make_plan
 
     given = flags.parse(words).given
@@ -92,6 +92,7 @@ def _serve(words: list[str], wakeup: Wakeup, ready_fd: int | None) -> int:
             if launcher.lost:
                 screen.warn(f"rpruntime: the session ends: its {launcher.lost} is gone")
                 return 1
+        launcher.why_it_ends = STOPPED
         return 0
     finally:
         launcher.end()

@@ -72,6 +72,7 @@ class Supervisor:
         self._exiting_since: dict[int, float] = {}
         self._leaving: list[Process] = []
         self._server: ForkServer | None = None
+        self._server_log_start = 0
         self._wants_server = not self._environ.get(CHILD_COMMAND_VARIABLE)
         # Children that have ended before there was a process, to be reaped.
         self._unborn: list[Ended] = []
@@ -103,6 +104,7 @@ class Supervisor:
     def _start_server(self, environ: Mapping[str, str], fd: int) -> subprocess.Popen[bytes]:
         command = python_command("-m", "rpruntime.forkserver")
         with _open_log(self._log_file("forkserver")) as log:
+            self._server_log_start = log.seek(0, os.SEEK_END)
             return self._popen(command, {**self._common_environ(), "CUDA_VISIBLE_DEVICES": "", **environ}, log, fd)
 
     def _popen(
@@ -154,7 +156,9 @@ class Supervisor:
             requested = self.procs[answer.role]
             assert isinstance(requested, RequestedProc), requested
             if isinstance(answer, Forked):
-                self._begun(requested, ForkedProcess(answer.pid))
+                proc = self._begun(requested, ForkedProcess(answer.pid))
+                if self.stopping:  # it was not there when the others were told
+                    _kill_group(proc.pid, signal.SIGKILL)
             else:
                 self._miscarry(requested, server.process.pid, 1, answer.reason)
         if server.is_ready and not was_ready and not self.stopping:
@@ -185,8 +189,9 @@ class Supervisor:
                 except OSError as err:  # the machine has no room for another process
                     self._miscarry(requested, pid, 1, str(err))
             else:
+                lines = last_lines(self._log_file("forkserver"), start=self._server_log_start)
                 with _open_log(requested.log_file) as log:  # as it would have said it itself
-                    log.write("".join(f"{line}\n" for line in last_lines(self._log_file("forkserver"))).encode())
+                    log.write("".join(f"{line}\n" for line in lines).encode())
                 self._miscarry(requested, pid, returncode)
 
     def _log_file(self, role: str) -> Path:
@@ -241,6 +246,10 @@ class Supervisor:
         ready = ReadyProc(role, incarnation, *known, {**info, "incarnation": incarnation})
         self.procs[role] = ready
         return ready
+
+    def ready(self) -> list[str]:
+        """Roles that take work."""
+        return [role for role, proc in self.procs.items() if isinstance(proc, ReadyProc)]
 
     def unready(self, *, replacements: bool) -> list[str]:
         """Roles whose first process is still starting, or whose replacement is."""

@@ -63,5 +63,5 @@ def _make_bar(what: str) -> Any:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn(f"         {what}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    columns = (TextColumn(f"         {what}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
     return Progress(*columns, console=Console(stderr=True), transient=True)

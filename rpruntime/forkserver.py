@@ -8,11 +8,13 @@ started it: who forks it ends, and the launcher, a "child subreaper" meanwhile, 
 
     fork server --fork--> intermediate --fork--> the role's process says its pid, and waits
         |                     ends
+        |                                        in a session of its own
         |-- collects the intermediate, tells the launcher the pid
-        +-- says go ------------------------------------> its own session, its log on 1 and 2, environment, main
+        +-- says go ------------------------------------> its log on 1 and 2, environment, main
 
-The server has no thread, and nothing of CUDA: a context would be of no use to a forked process. It has the launcher's
-environment, which libraries read when they are loaded; `environ` is what the role has beside that.
+The server has no thread of its own (numpy's library for matrices has some, which end before a fork), and nothing of
+CUDA: a context would be of no use to a forked process. It has the launcher's environment, which libraries read when
+they are loaded; `environ` is what the role has beside that.
 """
 
 from __future__ import annotations
@@ -57,8 +59,8 @@ def main() -> None:
 
     problem = why_unfit()
     if problem:
-        print(f"processes are started without the fork server: {problem}", file=sys.stderr)
-        sys.exit(EXIT_UNFIT)
+        print(f"processes are started without the fork server: {problem}", file=sys.stderr, flush=True)
+        os._exit(EXIT_UNFIT)  # at once: every role waits for it
     gc.collect()
     gc.freeze()  # so that no collection in a process writes to the pages that all share
     poller.register(sock, select.POLLIN)
@@ -71,11 +73,20 @@ def why_unfit() -> str:
     """Why this process must not be forked; "" if it may."""
     import torch
 
-    if threading.active_count() > 1:
+    if threading.active_count() > 1 or _threads_after_a_fork() > 1:
         return "an import has started threads"
     if torch.cuda.is_initialized() or "libcuda.so" in Path("/proc/self/maps").read_text():
         return "an import has loaded the CUDA driver"
     return ""
+
+
+def _threads_after_a_fork() -> int:
+    """How many threads this process has when the libraries that know of forks have ended theirs."""
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    return len(os.listdir("/proc/self/task"))
 
 
 def serve(sock: socket.socket, poller: select.poll, death_fd: int) -> str:
@@ -122,16 +133,18 @@ def _fork(sock: socket.socket, role: str) -> bool:
                     if os.fork():
                         os._exit(0)
                     ours.close()
+                    os.setsid()  # from when the launcher knows its pid, that is its group's too
                     theirs.send(str(os.getpid()).encode())
                     # Without a go the server has died, and the launcher may start this role in another way.
                     if not theirs.recv(1) or os.getppid() != launcher:
                         os._exit(1)
                     return True
                 except OSError as err:
-                    os._exit(err.errno or 1)
+                    os.write(2, f"{role}: {err}\n".encode())
+                    os._exit(1)
         code = os.waitstatus_to_exitcode(os.waitpid(intermediate, 0)[1])
         if code:
-            raise OSError(code, os.strerror(code) if code > 0 else "the intermediate process was killed")
+            raise OSError(f"exit code {code} of the process between")
         pid = ours.recv(16)
         if not pid:
             raise OSError("it was killed")
@@ -144,7 +157,6 @@ def _fork(sock: socket.socket, role: str) -> bool:
 def _become(role: str, environ: dict[str, str], log_fd: int) -> None:
     """Make of a fork of the server what a process of this role is that was started anew."""
     os.environ.update(environ)
-    os.setsid()
     for fd in (1, 2):
         os.dup2(log_fd, fd)
     os.close(log_fd)

@@ -63,9 +63,13 @@ def command(options: argparse.Namespace, devices: str, stop: Path, num_steps: in
 
 
 def workers_of(launcher: int) -> list[int]:
-    """The workers' pids: the launcher's children that have the name of one."""
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    return [int(pid) for pid in children if Path(f"/proc/{pid}/comm").read_text().startswith("rp:worker-")]
+    """The workers' pids: the launcher's children that have the name of one and have not been killed yet."""
+    found = []
+    for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
+        if name.startswith("rp:worker-") and rest.split()[0] not in "ZX":
+            found.append(int(pid))
+    return found
 
 
 def disturb(options: argparse.Namespace, stop: Path, output: Path) -> tuple[int, int]:

@@ -61,7 +61,7 @@ def test_on_a_terminal_a_bar_that_goes_away(clock, monkeypatch, half_seconds):
         shown = os.read(master, 1 << 20).decode()
     os.close(master)
     if half_seconds:
-        assert "writing weights" in shown and "/17.2 GB" in shown
+        assert "writing weights" in shown and "/16.0 GiB" in shown
         assert shown.rindex("\x1b[2K") > shown.rindex("writing weights"), "the line is cleared"
     else:
         assert shown == "end"

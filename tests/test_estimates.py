@@ -526,9 +526,12 @@ def linear():
     "words, line",
     [
         (("mistaken:model",), "mistaken:model is a Linear: name a function that gives the model"),
-        (("mistaken:raises",), "mistaken:raises raised RuntimeError: no weights here (it is called without arguments"),
+        (
+            ("mistaken:raises",),
+            "mistaken:raises raised RuntimeError: no weights here (mistaken.py:7;",
+        ),
         (("mistaken:takes",), "mistaken:takes raised TypeError: takes() missing 1 required"),
-        (("mistaken:values",), "they are on the meta device"),
+        (("mistaken:values",), "its tensors are on the meta device: they have no values"),
         (("mistaken:lazy", "--input", "16,3"), "mistaken:lazy: 0.weight has no shape yet: use layers"),
         (("mistaken:empty",), "mistaken:empty gives a model without layers"),
         (("mistaken:linear", "--input", "16,64:int64"), "the model begins with Linear, which takes floats"),

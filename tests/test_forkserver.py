@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,8 +18,10 @@ import torch
 
 from launcher.children import Ended, Proc, RequestedProc, UnreadyProc
 from launcher.devices import Device
+from launcher.forkserver import Forked
 from launcher.session import create_session
 from launcher.supervisor import Supervisor
+from rpruntime import forkserver
 from rpruntime.forkserver import SOCKET_VARIABLE, why_unfit
 from rpruntime.process import EXIT_UNFIT
 from tests.launching import ROOT, WAIT_READY, Run, rplaunch
@@ -68,10 +71,14 @@ def ends(supervisor: Supervisor, count: int) -> list[Ended]:
 
 def test_who_has_a_context_or_threads_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "active_count", lambda: 1)
+    monkeypatch.setattr(forkserver, "_threads_after_a_fork", lambda: 1)
     assert why_unfit() == ""
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
         assert why_unfit() == "an import has loaded the CUDA driver"
+    with monkeypatch.context() as patch:
+        patch.setattr(forkserver, "_threads_after_a_fork", lambda: 2)
+        assert why_unfit() == "an import has started threads"
     monkeypatch.setattr(threading, "active_count", lambda: 2)
     assert why_unfit() == "an import has started threads"
 
@@ -120,6 +127,23 @@ def test_a_server_that_does_not_answer_is_killed_in_its_childs_place(
     supervisor.kill("worker-0", "was not ready")
     (ended,) = ends(supervisor, 1)
     assert (ended.reason, ended.returncode) == ("was not ready", -signal.SIGKILL)
+
+
+def test_what_is_forked_while_the_session_ends_is_killed(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVER", "import time; time.sleep(60)")
+    started(supervisor)
+    child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    answers = [[Forked("worker-0", child.pid)]]
+    server = supervisor._server
+    assert server is not None
+    monkeypatch.setattr(server, "answers", lambda: answers.pop() if answers else [])
+    supervisor.stop()
+    ended: list[Ended] = []
+    wait_until(lambda: bool(ended.extend(supervisor.reap()) or ended), 5.0, "its end")
+    assert [(found.role, found.returncode) for found in ended] == [("worker-0", -signal.SIGKILL)]
+    child.wait()
 
 
 def test_a_session_that_ends_waits_for_no_import(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,21 +141,22 @@ def test_each_wait_is_said_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(screen, "say", said.append)
     notice = WaitNotice(screen, "the replacement of ", (10.0, 20.0))
     for now in range(100, 170):
-        notice.tick(float(now), ["worker-1"])
+        notice.tick(float(now), ["worker-1"], [])
     assert said == [f"waiting for the replacement of worker-1 to start ({n} s)" for n in (10, 20, 40, 60)]
     said.clear()
-    notice.tick(170.0, [])
+    notice.tick(170.0, [], ["worker-0", "worker-1"])
     assert said == ["the replacement of worker-1 started after 70 s"]
     said.clear()
     for now in range(200, 220):
-        notice.tick(float(now), ["worker-0", "worker-1"])
+        notice.tick(float(now), ["worker-0", "worker-1"], [])
     assert said == ["waiting for the replacement of worker-0, worker-1 to start (10 s)"]
     said.clear()
-    notice.tick(220.0, [])
+    notice.tick(220.0, [], [])
+    assert said == [], "both have died"
     for tenth in range(10):
-        notice.tick(230.0 + tenth, ["worker-0"])
-    notice.tick(240.0 - 0.1, [])
-    assert said[1:] == [], "a short wait is not told of"
+        notice.tick(230.0 + tenth, ["worker-0"], [])
+    notice.tick(239.9, [], ["worker-0"])
+    assert said == [], "a short wait is not told of"
 
 
 def test_a_start_is_never_silent_for_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +167,7 @@ def test_a_start_is_never_silent_for_two_seconds(monkeypatch: pytest.MonkeyPatch
     notice = WaitNotice(screen)
     for tick in range(161):
         now = 100.0 + tick / 16
-        notice.tick(now, ["optimizer", "worker-0"] if tick < 149 else [])
+        notice.tick(now, ["optimizer", "worker-0"] if tick < 149 else [], ["optimizer"])
     assert now == 110.0 and times[-1] == 109.3125
     assert max(b - a for a, b in itertools.pairwise(times)) < 2.0
 

@@ -359,6 +359,28 @@ def test_a_controller_that_detaches_leaves_its_sums_to_the_next_one(seed, deaths
     script.finish()
 
 
+def test_what_an_older_controller_has_left_goes_with_the_iteration_that_is_given_up():
+    given_up = 0
+    for seed in range(40):
+        script = Script(seed)
+        for _ in range(4):
+            script._act(script.rng.choice(script.models))
+        script.cluster.settle()
+        left = {model: script.machine.wanted_calls(model) for model in script.models}
+        script.detach()
+        for model in script.models:
+            if left[model]:
+                call = script.cluster.call(model, None, [1.0])
+                assert script.machine.open_calls(model) == (*left[model], call)
+                script.cluster.controller.cancelled.update(script.machine.open_calls(model))
+                script.cluster.controller.handle(ev.AbandonEvent(model, False))
+                script.cluster.settle()
+                assert script.machine.wanted_calls(model) == ()
+                given_up += 1
+        script.finish()
+    assert given_up >= 10
+
+
 def test_controllers_do_die_and_detach_with_work_in_hand():
     lost = unsteady = kept = 0
     for seed in range(25):

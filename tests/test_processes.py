@@ -135,7 +135,7 @@ def test_first_loss_comes_within_15_seconds_and_nothing_is_silent_for_two(tmp_pa
     )
     began = time.monotonic()
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
-    slowness = max(1.0, (time.monotonic() - began) / 1.5)  # five processes are going to do just that, side by side
+    slowness = max(1.0, (time.monotonic() - began) / 1.5)  # the script and the fork server are going to do just that
     with no_leaks(within_s=10.0) as watch:
         began = time.monotonic()
         popen = subprocess.Popen(
@@ -154,9 +154,9 @@ def test_first_loss_comes_within_15_seconds_and_nothing_is_silent_for_two(tmp_pa
         popen.stdout.read()
         popen.stdout.close()
         assert popen.wait(20) == 0
-    assert times[-1] - began < 15 * slowness
+    assert times[-1] - began < 10 * slowness
     gaps = [b - a for a, b in itertools.pairwise(times)]
-    assert max(gaps) < 3 * slowness, (gaps, out)
+    assert max(gaps) < 2.5 * slowness, (gaps, out)
 
 
 # --- ends that are not clean

@@ -992,17 +992,20 @@ class ControllerMachine:
         if not call.event.inference:
             iteration = call.iteration
             first, last = self._calls_from(number, iteration)
-        calls = tuple(c for c in self._calls if first <= c <= last and self._can_fail(c, number))
-        if iteration is not None:
-            calls = (*model.iterations[iteration].kept, *calls)
+        calls = self._calls_that_go(number, first, last, iteration)
         steps = () if iteration is None else tuple(step for step in model.steps if step >= iteration)
         self._out.append(ReportFailure(number, msg.call, len(call.event.inputs), msg.error, calls, steps, msg.slot))
         self._cancel(number, model, _Cancel(first, last, iteration))
 
     def open_calls(self, number: int) -> tuple[int, ...]:
         """Calls that go with the model's open iteration when it is given up: evaluations issued since it began too."""
-        first, last = self._calls_from(number, self._models[number].iteration)
-        return tuple(c for c in self._calls if first <= c <= last and self._can_fail(c, number))
+        iteration = self._models[number].iteration
+        return self._calls_that_go(number, *self._calls_from(number, iteration), iteration)
+
+    def _calls_that_go(self, number: int, first: int, last: int, iteration: int | None) -> tuple[int, ...]:
+        """Those from `first` to `last` that are cancelled, and what an older controller has left of the iteration."""
+        kept = () if iteration is None else self._models[number].iterations[iteration].kept
+        return (*kept, *(c for c in self._calls if first <= c <= last and self._can_fail(c, number)))
 
     def _calls_from(self, number: int, iteration: int) -> tuple[int, int]:
         """First and last call of a model from an iteration on."""

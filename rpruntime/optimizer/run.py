@@ -23,7 +23,8 @@ def run(child: Child, page: StatusPage) -> None:
     workers = tuple(f"worker-{index}" for index in range(len(child.config["devices"])))
     shell = OptimizerShell(child.mailbox, arena, workers)
     child.ready({"threads": torch.get_num_threads()})
-    # Seconds, which the first optimizer that is made would take: now the script is still importing too.
+    # Seconds, which the first optimizer that is made would take: now the script is still importing too. Who wants this
+    # process to end meanwhile sends SIGTERM, as it reads no messages.
     importlib.import_module("torch._dynamo")
 
     busy = False
