@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import launcher.rplaunch
 from tests.launching import LAUNCH, WAIT_READY, Run, plain_python, rplaunch, small_cgroup
 from tests.leaks import no_leaks, wait_until
 
@@ -68,6 +69,19 @@ def test_interrupt_is_one_keyboard_interrupt(tmp_path: Path, moment: str, times:
         assert "run_script.py" not in run.err
 
 
+def test_an_interrupt_before_the_imports_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(argv: list[str], early: list[float]) -> int:
+        signal.raise_signal(signal.SIGINT)
+        return len(early)
+
+    monkeypatch.setattr("launcher.rplaunch._main", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert launcher.rplaunch.main(["train.py"]) == 1
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 5])
 @pytest.mark.parametrize("delay", [0.05, 0.08, 0.12, 0.16, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0])
@@ -76,7 +90,8 @@ def test_interrupt_at_any_moment(tmp_path: Path, delay: float, times: int) -> No
         run = rplaunch(tmp_path, watch, SAVES)
         time.sleep(delay)
         # An interrupt while Python itself starts (before our first line of code) is Python's own.
-        wait_until(lambda: _catches_interrupts(run.popen.pid) or run.popen.poll() is not None, 5.0)
+        caught = signal.SIGCHLD
+        wait_until(lambda: _catches_interrupts(run.popen.pid, caught) or run.popen.poll() is not None, 5.0)
         _interrupt(run, times)
         assert run.wait() == 130, run.err
         assert run.out.count("handler") <= 1
