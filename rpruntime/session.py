@@ -28,6 +28,7 @@ from rpruntime.logs import ControllerLog
 from rpruntime.process import open_pidfd, start_time
 from rpruntime.served import all_sessions, command, find_served, take_place
 from rpruntime.store.segments import SegmentClient
+from rpruntime.terminal import say
 from rpruntime.wire.mailbox import Mailbox
 from rpruntime.wire.messages import (
     AttachedMsg,
@@ -92,6 +93,8 @@ def init(devices: str = _AUTO, *, name: str | None = None, **flags: Any) -> Sess
         from rpruntime.inline import InlineSession
 
         return _adopt(InlineSession({**settings, "devices": [], "devices_flag": "inline"}))
+    if name is not None and not settings["quiet"]:
+        say(f"rpruntime: no session {name} is served, so this script starts one of that name, which ends with it")
     return _adopt(_start(flags_table.to_command_line(given)))
 
 

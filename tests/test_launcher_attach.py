@@ -64,6 +64,7 @@ print(again is session, again.devices)
         assert "no argument 'nonsense'" in lines[6]
         assert lines[7:] == ["True False", "False ('cpu:0',)"]
         assert run.err.count("rpruntime 0.1  session") == 2
+        assert run.err.splitlines()[0].startswith("rpruntime: no session my-run is served, so this script starts one")
 
 
 def test_settings_by_variable(tmp_path: Path) -> None:
