@@ -314,7 +314,7 @@ class Launcher:
 
     def _begin_reset(self) -> None:
         procs = self._supervisor.procs
-        ready = [role for role, proc in procs.items() if isinstance(proc, ReadyProc)]
+        ready = self._supervisor.ready()
         present = {role: proc.incarnation for role, proc in procs.items() if proc.device is not None}
         retired = [role for role, _ in self._plan.roles if role not in procs and role != "optimizer"]
         self._succession.begin_reset(ready, present, retired)

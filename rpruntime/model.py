@@ -85,6 +85,9 @@ class Model:
         if self.optimizer is not None:
             patch_optimizer(self.optimizer, self)
 
+    def __repr__(self) -> str:
+        return f"<Model {self.name}, {len(self.layout.layers)} layers{', closed' * self.closed}>"
+
     def _replace_older(self, found: ModelState | None) -> None:
         models = self.client.loaded
         if found is None and self.client.drop_found(self.name):
@@ -481,9 +484,6 @@ class Model:
         return put_together(store.skeleton(payload), [store.tensor(handle).clone() for handle in payload.tensors])
 
     # --- the end
-
-    def __repr__(self) -> str:
-        return f"<Model {self.name}, {len(self.layout.layers)} layers{', closed' * self.closed}>"
 
     def close(self) -> None:
         """End the model, not the session; the newest weights stay in the script's private memory.

@@ -163,6 +163,10 @@ class _Cancel:
     iteration: int | None
     """Where to rewind to; None: an inference call failed, which changes nothing."""
     abandoned: bool = False
+
+    def __contains__(self, call: int) -> bool:
+        return self.first_call <= call <= self.last_call
+
     """Nobody wants to go on from there, so a step that was taken meanwhile does no harm."""
 
 
@@ -786,7 +790,7 @@ class ControllerMachine:
                 if not self._is_cancelled(slot):
                     self._hand_over(slot)
         cancel = self._models[task.model].cancel
-        if cancel is not None and cancel.first_call <= task.call <= cancel.last_call:
+        if cancel is not None and task.call in cancel:
             return
         if call.coverage is not None:
             self._out.append(FinishTask(task.model, task.call, msg.slot, msg.role, msg.spans, msg.tries))
@@ -1060,8 +1064,7 @@ class ControllerMachine:
         return call.event.model == model and not (call.event.inference and call.finished)
 
     def _clear_cancelled(self, number: int, model: _Model, cancel: _Cancel) -> None:
-        gone = range(cancel.first_call, cancel.last_call + 1)
-        calls = {c for c in self._calls if c in gone and self._can_fail(c, number)}
+        calls = {c for c in self._calls if c in cancel and self._can_fail(c, number)}
         self._drop_work(number, model, calls)
         if cancel.iteration is not None:
             self._rewind(number, model, cancel.iteration)
@@ -1190,7 +1193,7 @@ class ControllerMachine:
         cancel = self._models[task.model].cancel
         if any(failed.slot == slot for failed in self._models[task.model].failed):
             return True  # its turn comes when another cancel is over
-        return cancel is not None and cancel.first_call <= task.call <= cancel.last_call
+        return cancel is not None and task.call in cancel
 
     def _redo(self, role: str, *, note: bool = True) -> None:
         """Hand out again what a dead worker has not committed, lowest number first."""

@@ -78,13 +78,14 @@ def from_pretrained(
     wanted = _dtype(dtype, config, entries)
     quiet = bool(session.config.get("quiet"))
     with Bar("reading weights", quiet=quiet) as bar:
-        model = without_memory(transformers, config, wanted, model_kwargs) if entries is not None else None
-        sources = _sources(model, entries) if model is not None and entries is not None else None
-        if model is not None and sources is not None:
+        sources = None
+        if entries is not None:
+            model = without_memory(transformers, config, wanted, model_kwargs)
+            sources = _sources(model, entries)
+        if sources is not None:
             _fill(client, model, sources, wanted, bar)
             _finish(transformers, model, folder)
         else:
-            del model
             if not quiet:
                 say(f"weights  {name_or_folder} | its names are not the model's own: transformers converts it first")
             model = transformers.AutoModelForCausalLM.from_pretrained(
