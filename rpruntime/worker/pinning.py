@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,7 @@ def pin_segment(
     Raises:
         HostMemoryError: CUDA refused; says size, limit and remedy.
     """
+    began = time.monotonic()
     done: list[int] = []
     for address, nbytes in chunks(memory.data_ptr(), memory.nbytes):
         code = call(address, nbytes)
@@ -86,6 +88,7 @@ def pin_segment(
                 f"CUDA refused to pin {nbytes / 2**30:.2f} GiB of segment {name} (error {code}): {advice}"
             )
         done.append(address)
+    log.info("pinned %s, %.1f MiB in %.0f ms", name, memory.nbytes / 2**20, (time.monotonic() - began) * 1e3)
 
 
 def unpin_segment(name: str, memory: torch.Tensor, undo: Callable[[int], None] = unregister) -> None:
