@@ -29,6 +29,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ from rpruntime.process import EXIT_UNFIT, PR_SET_NAME, PR_SET_PDEATHSIG, prctl
 
 SOCKET_VARIABLE = "RPRUNTIME_FORK_FD"
 _MAX_BYTES = 1 << 16
+_GPU_FILES = ("/dev/nvidia", "/dev/kfd")
+"""Prefixes of what a driver opens when it is initialised, not yet when an import of torch for CUDA loads it."""
 
 
 def main() -> None:
@@ -75,9 +78,15 @@ def why_unfit() -> str:
 
     if threading.active_count() > 1 or _threads_after_a_fork() > 1:
         return "an import has started threads"
-    if torch.cuda.is_initialized() or "libcuda.so" in Path("/proc/self/maps").read_text():
-        return "an import has loaded the CUDA driver"
+    if torch.cuda.is_initialized() or any(path.startswith(_GPU_FILES) for path in _open_files()):
+        return "an import has opened a GPU"
     return ""
+
+
+def _open_files() -> Iterator[str]:
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # what lists the folder is closed by now
+            yield str(entry.readlink())
 
 
 def _threads_after_a_fork() -> int:

@@ -75,7 +75,14 @@ def test_who_has_a_context_or_threads_is_not_forked(monkeypatch: pytest.MonkeyPa
     assert why_unfit() == ""
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
-        assert why_unfit() == "an import has loaded the CUDA driver"
+        assert why_unfit() == "an import has opened a GPU"
+    for path in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd"):
+        with monkeypatch.context() as patch:
+            patch.setattr(forkserver, "_open_files", lambda path=path: iter(["pipe:[1]", path]))
+            assert why_unfit() == "an import has opened a GPU"
+    with Path("/dev/null").open() as file:
+        assert "/dev/null" in forkserver._open_files()
+        assert file.fileno()
     with monkeypatch.context() as patch:
         patch.setattr(forkserver, "_threads_after_a_fork", lambda: 2)
         assert why_unfit() == "an import has started threads"
