@@ -80,7 +80,7 @@ def host_memory(
     kinds = host_kinds(layout, states, asynchronous)
     ways = []
     for timing in (PROMPT, LATE):
-        walk = WorkersWalk(layout, costs, num_devices, num_microbatches, asynchronous, timing)
+        walk = WorkersWalk(layout, costs, num_devices, num_microbatches, timing)
         for plan in plans:
             walk.run(plan, num_devices + 2)  # by then each device has begun an iteration
         ways.append((walk_optimizer(layout, states, prepared, asynchronous, timing, plans), walk))
@@ -93,15 +93,15 @@ def host_memory(
     rows = [(optimizer, *walk.arenas, controller) for optimizer, walk in ways]
     least, most = sorted(sum(arena.total_bytes for arena in row) for row in rows)
     optimizer, walk = ways[-1]
-    at_load = sum(kinds[kind] for kind in ("master copy", "second master copy", "optimizer copy", "optimizer state"))
+    at_load = sum(
+        kinds[kind] for kind in ("master copy", "gradients and next master copy", "optimizer copy", "optimizer state")
+    )
     kinds |= {"boundary activations": walk.most_activations, "batches and buffers": batches + buffers}
     sums = sum(optimizer_layout(unit)[1] for unit in layout.units if unit.trainable and len(unit.positions) > 1)
     kinds["sums of shared parameters"] = sums
     kinds["master copies, freed late"] = max(0, optimizer.peak - at_load - sums)
-    # asynchronous, the way depends on how fast the optimizer is beside the devices: the middle is off by half at most;
-    # synchronous, old weights are freed while the optimizer steps
-    latest = rows[-1] if asynchronous else rows[0]
-    arenas = {one.owner: (one.total_bytes + other.total_bytes) // 2 for one, other in zip(rows[0], latest, strict=True)}
+    # the way depends on how fast the optimizer is beside the devices: the middle is off by half at most
+    arenas = {one.owner: (one.total_bytes + other.total_bytes) // 2 for one, other in zip(*rows, strict=True)}
     return HostEstimate(kinds, arenas, least, most)
 
 

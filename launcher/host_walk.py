@@ -25,7 +25,14 @@ from rpruntime.schedule.plan import ExecutionPlan
 from rpruntime.store.allocator import align
 from rpruntime.store.arena import Arena, Store
 from rpruntime.store.handle import Extent
-from rpruntime.store.layout import gradient_layout, optimizer_dtype, optimizer_layout, spare_bytes, tensor_bytes
+from rpruntime.store.layout import (
+    gradient_layout,
+    is_replaced_in_place,
+    optimizer_dtype,
+    optimizer_layout,
+    spare_bytes,
+    tensor_bytes,
+)
 
 MESSAGE_BYTES = 64 << 20
 """Weights that the optimizer writes while it waits for a message: small units are stepped faster than it comes."""
@@ -37,17 +44,16 @@ class Timing:
 
     Attributes:
         weight_bytes: of new weights that are written before a unit's old ones go.
-        slots: that pass, once a slot has committed, before its inputs go; with one device they go at once.
-        gradients: the share of an iteration's gradients that is not stepped yet when the next one's come; asynchronous.
+        slots: that pass, once a slot has committed, before its gradients and the weights that it has read go; its
+            inputs too, but with one device they go at once.
     """
 
     weight_bytes: int
     slots: int
-    gradients: float
 
 
-PROMPT = Timing(0, 0, 0.0)
-LATE = Timing(MESSAGE_BYTES, 1, 1.0)
+PROMPT = Timing(0, 0)
+LATE = Timing(MESSAGE_BYTES, 1)
 
 
 class _Nothing:
@@ -118,7 +124,7 @@ def walk_optimizer(
     prepared: bool,
     asynchronous: bool,
     timing: Timing,
-    plans: Sequence[ExecutionPlan] = (),
+    plans: Sequence[ExecutionPlan],
 ) -> PaperArena:
     """Load a model and take three steps under each plan.
 
@@ -128,8 +134,7 @@ def walk_optimizer(
         prepared: whether room for these is made at load; else the first step makes it, one tensor after the other.
         asynchronous: see `spare_bytes`.
         timing: when old weights go.
-        plans: asynchronous, the optimizer may write new weights before the iteration's last slot, which still holds
-            those of two versions ago, has committed; shallow layers are in that slot, and are stepped first.
+        plans: in whose backward stages gradients come.
     """
     arena = PaperArena("optimizer")
     arena.make_room(sum(unit.nbytes for unit in layout.units))
@@ -146,46 +151,75 @@ def walk_optimizer(
             for size in state_sizes.pop(unit.index, []):
                 arena.allocate(size)
     arena.make_room(spare_bytes(layout.units, asynchronous))
-    if not states and not trained:
-        return arena
-    shared = [unit for unit in trained if len(unit.positions) > 1]
-    sums: list[Extent] = []
     previous: dict[int, Extent] = {}
     """Asynchronous: weights that the iteration reads while newer ones are there."""
-    for last in [plan.backward[-1] for plan in plans] or [range(0)]:
+    for plan in plans:
         for _ in range(3):
-            # gradients of several layers are added up, in fp32
-            older, sums = sums, []
-            if not (asynchronous and timing.gradients):  # else the step before still has its sums
-                arena.free_all(older)
-                older = []
-            sums = [arena.allocate(optimizer_layout(unit)[1]) for unit in shared]
-            arena.free_all(older)
-            leaving: deque[Extent] = deque()
-            for unit in trained:
-                if unit.index in previous:
-                    held = timing.weight_bytes > 0 and any(position in last for position in unit.positions)
-                    leaving.append(previous.pop(unit.index))
-                    if not held:
-                        arena.free(leaving.pop())
-            written = 0
-            for unit in trained:
-                # synchronous: the newest of the old ones is never free yet when the next unit's step begins
-                most = 0 if asynchronous else 1
-                while len(leaving) > most and written > timing.weight_bytes:
-                    written -= leaving[0].nbytes
-                    arena.free(leaving.popleft())
-                new = arena.allocate(unit.nbytes)
-                written += unit.nbytes
-                for size in state_sizes.pop(unit.index, []):
-                    arena.allocate(size)
-                if asynchronous:
-                    previous[unit.index] = masters[unit.index]
-                else:
-                    leaving.append(masters[unit.index])
-                masters[unit.index] = new
-            arena.free_all(leaving)
+            kept = _backward(arena, layout, plan, previous, timing)
+            for size in (size for unit in trained for size in state_sizes.pop(unit.index, [])):
+                arena.allocate(size)
+            older = _step(arena, trained, masters, kept, timing, asynchronous)
+            if asynchronous:
+                previous = older
     return arena
+
+
+def _backward(
+    arena: PaperArena, layout: ModelLayout, plan: ExecutionPlan, previous: dict[int, Extent], timing: Timing
+) -> dict[int, Extent]:
+    """Gradients come, the deepest first, and weights that were read go. Returns where each unit's gradients are."""
+    kept: dict[int, Extent] = {}
+    leaving: deque[list[Extent]] = deque()
+    for stage in plan.backward:
+        for unit in (layout.units[number] for position in reversed(stage) for number in layout.layer_units[position]):
+            if not unit.trainable:
+                continue
+            first = kept.get(unit.index)
+            nbytes = gradient_layout(unit)[1]
+            if first is None:
+                kept[unit.index] = arena.allocate(nbytes)
+            elif first.nbytes == nbytes != optimizer_layout(unit)[1]:  # shared: what comes now is added, in fp32
+                kept[unit.index] = arena.allocate(optimizer_layout(unit)[1])
+                arena.free(first)
+        read = [u for position in stage for u in layout.layer_units[position] if layout.units[u].positions[0] in stage]
+        leaving.append([previous.pop(number) for number in read if number in previous])
+        while len(leaving) > timing.slots:
+            arena.free_all(leaving.popleft())
+    for extents in leaving:
+        arena.free_all(extents)
+    return kept
+
+
+def _step(
+    arena: PaperArena,
+    trained: Sequence[Any],
+    masters: dict[int, Extent],
+    kept: dict[int, Extent],
+    timing: Timing,
+    asynchronous: bool,
+) -> dict[int, Extent]:
+    """New weights take the place of gradients, or a place of their own. Returns the old ones, if they stay."""
+    older, added = {}, []
+    leaving: deque[Extent] = deque()
+    written = 0
+    for unit in trained:
+        old = masters[unit.index]
+        if is_replaced_in_place(unit):
+            masters[unit.index] = kept[unit.index]
+        else:
+            # synchronous: the newest of the old ones is never free yet when the next unit's step begins
+            while len(leaving) > 1 and written > timing.weight_bytes:
+                written -= leaving[0].nbytes
+                arena.free(leaving.popleft())
+            masters[unit.index] = arena.allocate(unit.nbytes)
+            written += unit.nbytes
+            added.append(kept[unit.index])
+        if asynchronous:
+            older[unit.index] = old
+        else:
+            leaving.append(old)
+    arena.free_all([*leaving, *added])
+    return older
 
 
 def _state_sizes(unit: Any) -> Iterator[int]:
@@ -208,16 +242,14 @@ class WorkersWalk:
         costs: Sequence[LayerCost],
         num_devices: int,
         num_microbatches: int,
-        asynchronous: bool,
         timing: Timing,
     ) -> None:
         self._layout, self._costs = layout, costs
         self._num_microbatches = num_microbatches
-        self._asynchronous = asynchronous
         self._timing = timing
         self.arenas = [PaperArena(f"worker-{index}") for index in range(num_devices)]
         for arena in self.arenas:
-            arena.make_room(gradient_bytes(layout, asynchronous) // num_devices)
+            arena.make_room(gradient_bytes(layout) // num_devices)
         self.most_activations = 0
         """Bytes between layers in all arenas together, at most."""
         self._activations = 0
@@ -225,10 +257,8 @@ class WorkersWalk:
         """(what, position) -> extents, of the iteration that runs."""
         self._committed: deque[list[Extent]] = deque()
         """Of the slots before, the newest last: inputs that are on their way to be freed."""
-        self._unstepped: deque[Extent] = deque()
-        """Gradients of the iteration before, or of this one."""
-        self._added: list[Extent] = []
-        """Gradients that are added to those of other layers: they go at the iteration's end."""
+        self._handed_over: deque[list[Extent]] = deque()
+        """Of the slots before, the newest last: gradients on their way to the optimizer."""
         self._turn = 0
 
     def run(self, plan: ExecutionPlan, iterations: int) -> None:
@@ -236,10 +266,6 @@ class WorkersWalk:
         starts = {stage.start for stage in plan.forward} | {stage.start for stage in plan.backward}
         rereads = {stage.start for stage in plan.backward}
         for _ in range(iterations):
-            before, self._unstepped = self._unstepped, deque()
-            stay = int(sum(extent.nbytes for extent in before) * self._timing.gradients)
-            if not self._asynchronous:  # the forward reads the new weights
-                self._free_until(before, 0)
             for number, stage in enumerate([*plan.forward, *plan.backward]):
                 arena = self.arenas[self._turn % len(self.arenas)]
                 self._turn += 1
@@ -250,11 +276,10 @@ class WorkersWalk:
                             self._put("act", position, arena, self._costs[position].input_bytes)
                     done = [] if stage.start in rereads else [("act", stage.start)]
                 else:
-                    self._free_until(before, stay)
                     nbytes = self._costs[stage.start].gradient_bytes
                     for _ in range(self._num_microbatches if stage.start > 0 and nbytes else 0):
                         self._put("agrad", stage.start, arena, nbytes)
-                    self._hand_over(stage, arena)
+                    self._handed_over.append(self._gradients(stage, arena))
                     done = [("act", stage.start), ("agrad", stage.stop)]
                 self._committed.append([extent for key in done for extent in self._alive.pop(key, [])])
                 late = self._timing.slots if len(self.arenas) > 1 else 0
@@ -262,31 +287,19 @@ class WorkersWalk:
                     for extent in self._committed.popleft():
                         self._activations -= align(extent.nbytes)
                         self._free(extent)
-            self._free_until(before, 0)
-            self._free_until(deque(self._added), 0)
-            self._added = []
+                while len(self._handed_over) > self._timing.slots:
+                    for extent in self._handed_over.popleft():
+                        self._free(extent)
 
     def _put(self, what: str, position: int, arena: PaperArena, nbytes: int) -> None:
         self._alive.setdefault((what, position), []).append(arena.allocate(nbytes))
         self._activations += align(nbytes)
         self.most_activations = max(self.most_activations, self._activations)
 
-    def _hand_over(self, stage: range, arena: PaperArena) -> None:
-        """The gradients of a slot, deepest layer first; they stay until the optimizer has stepped their units."""
-        for position in reversed(stage):
-            for number in self._layout.layer_units[position]:
-                unit = self._layout.units[number]
-                if unit.trainable:
-                    slab = arena.allocate(gradient_layout(unit)[1])
-                    (self._added if len(unit.positions) > 1 else self._unstepped).append(slab)
-
-    def _free_until(self, extents: deque[Extent], nbytes: int) -> None:
-        """Free the last ones first, until so much stays: the optimizer steps shallow layers first."""
-        held = sum(extent.nbytes for extent in extents)
-        while extents and held > nbytes:
-            extent = extents.pop()
-            held -= extent.nbytes
-            self._free(extent)
+    def _gradients(self, stage: range, arena: PaperArena) -> list[Extent]:
+        """Of a slot, deepest layer first; they stay until the optimizer has taken them."""
+        units = (self._layout.units[n] for position in reversed(stage) for n in self._layout.layer_units[position])
+        return [arena.allocate(gradient_layout(unit)[1]) for unit in units if unit.trainable]
 
     def _free(self, extent: Extent) -> None:
         next(arena for arena in self.arenas if arena.owner == extent.owner).free(extent)

@@ -108,7 +108,7 @@ class ModelPackage:
             units=tuple(layout.units),
             loss_fn=loss,
             optimizer=optim,
-            worker_bytes=gradient_bytes(layout, settings["asynchronous"]) // len(self._client.session.worker_roles),
+            worker_bytes=gradient_bytes(layout) // len(self._client.session.worker_roles),
             python_path=tuple(sys.path),
             **settings,
         )
@@ -163,10 +163,10 @@ def state_tensors_per_parameter(optimizer: torch.optim.Optimizer) -> int:
     return sum(1 for v in revived.state[probe].values() if isinstance(v, torch.Tensor) and v.numel() == probe.numel())
 
 
-def gradient_bytes(layout: ModelLayout, asynchronous: bool) -> int:
-    """Gradient slabs in flight: those of one iteration, and half as much again while a step runs beside the next."""
-    once = sum(gradient_layout(unit)[1] for unit in layout.units if unit.trainable)
-    return once * 3 // 2 if asynchronous else once
+def gradient_bytes(layout: ModelLayout) -> int:
+    """Room for gradient slabs on their way to the optimizer, in all workers together. How many these are depends on the
+    plan, which is not known when the room is made; where a quarter is not enough, arenas grow."""
+    return sum(gradient_layout(unit)[1] for unit in layout.units if unit.trainable) // 4
 
 
 def host_kinds(layout: ModelLayout, states: int, asynchronous: bool) -> dict[str, int]:
@@ -178,10 +178,10 @@ def host_kinds(layout: ModelLayout, states: int, asynchronous: bool) -> dict[str
     fp32 = sum(optimizer_layout(unit)[1] for unit in trainable)
     return {
         "master copy": sum(unit.nbytes for unit in layout.units),
-        "second master copy": spare_bytes(layout.units, asynchronous),
+        "gradients and next master copy": spare_bytes(layout.units, asynchronous),
         "optimizer copy": fp32,
         "optimizer state": fp32 * states,
-        "gradients in flight": gradient_bytes(layout, asynchronous),
+        "gradients in flight": gradient_bytes(layout),
     }
 
 

@@ -5,6 +5,7 @@
 
 One JSON line a variant: seconds of the best and the median iteration, G parameters/s, and GB/s by the bytes it has to
 move. "whole" is `optimizer.step()` over whole units, as other optimizers are stepped; "pieces" are as `pieces.py` cuts.
+Both without "take", by which gradients come out of a worker's memory.
 Layers are those of a decoder (`--width`), bf16 with bf16 gradients and AdamW. 16 bytes a parameter are needed.
 """
 
@@ -23,12 +24,11 @@ import torch
 from rpruntime.optimizer import pieces, units
 from rpruntime.optimizer.norms import Norms, in_windows
 from rpruntime.store.arena import Arena, Store
-from rpruntime.store.handle import Extent
 from rpruntime.store.layout import gradient_layout, packed
 from rpruntime.store.segments import PrivateSegments
 from rpruntime.wire.messages import ParamSpec, SlabPart, UnitSpec
 
-MOVED = {"pieces": 28, "whole": 40, "add": 10, "norm": 14}
+MOVED = {"pieces": 28, "whole": 40, "take": 4, "add": 10, "norm": 14}
 """Bytes a parameter: what each variant reads and writes in memory."""
 
 
@@ -76,16 +76,24 @@ class Bench:
             repeat(1e-3, self.arena.store.bytes_of(slab).view(torch.bfloat16))
             self.parts.append(SlabPart(unit.spec.index, slab, (True,) * len(unit.params)))
         self.groups: tuple[dict[str, Any], ...] = ({"lr": 1e-4},)
-        self.old: list[Extent] = []
 
-    def step(self) -> None:
-        """Step and P_cp of every unit, each into the memory that the unit before has left."""
+    def take(self) -> None:
+        """G_cp of an iteration with one call: every unit's gradients are copied."""
         for unit, part in zip(self.units, self.parts, strict=True):
-            extent = unit.step(0, part, self.groups, 1.0, 1.0)
+            unit.drop_sum(0)
+            unit.add(0, part)
+
+    def step(self) -> float:
+        """Step and P_cp of every unit; returns the seconds of taking the gradients, which are not part of it."""
+        taking = 0.0
+        for unit, part in zip(self.units, self.parts, strict=True):
+            began = time.perf_counter()
+            unit.add(0, part)
+            taking += time.perf_counter() - began
+            extent = unit.step(0, self.groups, 1.0, 1.0)
             assert extent is not None
-            self.old.append(extent)
-            if len(self.old) > 2:
-                self.arena.free(self.old.pop(0))
+            self.arena.free(extent)
+        return taking
 
     def add(self) -> None:
         """G_cp: another slab is added to every unit's sum."""
@@ -93,16 +101,12 @@ class Bench:
             unit.add(0, part)
 
     def norm(self) -> None:
-        """The global norm, for clipping."""
+        """The global norm, for clipping, of what `take` or `add` has left."""
         with Norms() as pool:
-            for several in in_windows(
-                list(zip(self.units, self.parts, strict=True)), [u.wide_bytes for u in self.units]
-            ):
-                rooms = self.scratch.take(sum(unit.wide_bytes for unit, _ in several))
-                cut = rooms.split([unit.wide_bytes for unit, _ in several])
-                pool.measure(
-                    g for (u, part), room in zip(several, cut, strict=True) for g in u.gradients(0, part, 1.0, room)
-                )
+            for several in in_windows(self.units, [unit.wide_bytes for unit in self.units]):
+                rooms = self.scratch.take(sum(unit.wide_bytes for unit in several))
+                cut = rooms.split([unit.wide_bytes for unit in several])
+                pool.measure(g for unit, room in zip(several, cut, strict=True) for g in unit.gradients(0, 1.0, room))
 
     def close(self) -> None:
         """Give the memory back."""
@@ -111,13 +115,13 @@ class Bench:
         self._segments.close()
 
 
-def timed(work: Callable[[], None], iterations: int) -> list[float]:
-    """Seconds of each iteration, without the first one, in which memory is touched."""
+def timed(work: Callable[[], float | None], iterations: int) -> list[float]:
+    """Seconds of each iteration, less those that `work` returns, without the first one, in which memory is touched."""
     seconds = []
     for _ in range(iterations + 1):
         began = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - began)
+        other = work() or 0.0
+        seconds.append(time.perf_counter() - began - other)
     return seconds[1:]
 
 
@@ -130,7 +134,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--bind", action="store_true", help="keep to the last --threads of the cores")
     parser.add_argument("--piece", type=int, nargs="+", default=[pieces.ELEMENTS_A_THREAD], help="elements a thread")
-    parser.add_argument("--variants", nargs="+", choices=sorted(MOVED), default=["pieces", "whole", "norm", "add"])
+    parser.add_argument(
+        "--variants", nargs="+", choices=sorted(MOVED), default=["pieces", "whole", "take", "norm", "add"]
+    )
     options = parser.parse_args()
     if options.bind:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-options.threads :])
@@ -141,7 +147,8 @@ def main() -> None:
         for variant in options.variants:
             if variant == "whole":
                 units.is_fused = lambda optimizer: False
-            seconds = timed({"add": bench.add, "norm": bench.norm}.get(variant, bench.step), options.iters)
+            works = {"take": bench.take, "add": bench.add, "norm": bench.norm}
+            seconds = timed(works.get(variant, bench.step), options.iters)
             units.is_fused = pieces.is_fused
             best = min(seconds)
             row = {

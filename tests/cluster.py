@@ -332,8 +332,6 @@ class Optimizer:
             del self.sums[key]
 
     def _MeasureNorm(self, i: om.MeasureNorm) -> None:
-        for part in i.only.values():
-            self._read(part)
         finite = self._move_scale(i) if self.cluster.spec(i.model).scaler is not None else True
         self._happened(om.NormEvent(i.model, i.iteration, 2.0, True, finite))
 
@@ -360,7 +358,7 @@ class Optimizer:
 
     def _StepUnit(self, i: om.StepUnit) -> None:
         assert (i.model, i.step) not in self.skipped
-        used = [self._read(i.only)] if i.only is not None else list(self.sums.get((i.model, i.step, i.unit), ()))
+        used = list(self.sums.get((i.model, i.step, i.unit), ()))
         self.stepped[i.model, i.step, i.unit] = used
         # the shell repeats the handle of a unit without gradients; a new slab is as right, and checks the version
         extent = self._new_master(i.model, i.unit, i.step + 1)

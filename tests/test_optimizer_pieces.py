@@ -14,6 +14,7 @@ from torch import Tensor
 from rpruntime.optimizer import pieces, units
 from rpruntime.optimizer.norms import Norms, in_windows
 from rpruntime.optimizer.pieces import GRAIN, Cutter, Run, Scratch, in_batches
+from rpruntime.store.allocator import align
 from rpruntime.store.arena import Arena, Store, view
 from rpruntime.store.layout import gradient_layout, packed
 from rpruntime.store.segments import PrivateSegments
@@ -80,15 +81,15 @@ class Bed:
         self, present: tuple[bool, ...] = EVERY, inverse: float = 1.0, factor: float = 1.0, slabs: int = 1
     ) -> None:
         """One step with the gradients of so many slabs."""
-        parts = [self.slab(present) for _ in range(slabs)]
-        if slabs > 1:
-            for part in parts:
-                self.unit.add(0, part)
-        extent = self.unit.step(0, parts[0] if slabs == 1 else None, self.groups, inverse, factor)
+        for part in [self.slab(present) for _ in range(slabs)]:
+            self.unit.add(0, part)
+            self.arena.store.bytes_of(part.extent).fill_(0x7F)  # its worker uses the memory for something else
+            self.arena.free(part.extent)
+        extent = self.unit.step(0, self.groups, inverse, factor)
         assert extent is not None
         self.master = self.arena.store.bytes_of(extent).clone()
         self.unit.drop_sum(0)
-        self.arena.free_all([extent, *(part.extent for part in parts)])
+        self.arena.free(extent)
 
     def values(self) -> dict[str, Any]:
         """All that a step may change, by name."""
@@ -244,10 +245,50 @@ def test_a_step_that_fails_takes_no_memory() -> None:
     before = bed.arena.live_bytes
     bed.groups = ({"lr": "fast"}, {})
     part = bed.slab()
+    bed.unit.add(0, part)
     with pytest.raises((TypeError, RuntimeError, ValueError)):
-        bed.unit.step(0, part, bed.groups, 1.0, 1.0)
+        bed.unit.step(0, bed.groups, 1.0, 1.0)
+    bed.unit.drop_sum(0)
     bed.arena.free(part.extent)
     assert bed.arena.live_bytes == before
+
+
+@pytest.mark.parametrize(
+    "dtype, grad_dtype, slabs, in_place",
+    [
+        ("bfloat16", "bfloat16", 1, True),
+        ("bfloat16", "bfloat16", 2, False),
+        ("bfloat16", "float32", 1, False),
+        ("float32", "float32", 1, True),
+        ("float32", "float32", 3, True),
+    ],
+)
+def test_new_weights_take_the_gradients_place(dtype: str, grad_dtype: str, slabs: int, in_place: bool) -> None:
+    """Where they lie alike, a step needs no memory: neither for gradients nor for sums or weights."""
+    bed = Bed(OPTIMIZERS["adamw"], dtype, grad_dtype)
+    bed.step()
+    live = bed.arena.live_bytes
+    for _ in range(slabs):
+        part = bed.slab()
+        bed.unit.add(0, part)
+        bed.arena.free(part.extent)
+    kept = bed.arena.live_bytes
+    extent = bed.unit.step(0, bed.groups, 1.0, 1.0)
+    assert extent is not None
+    assert (bed.arena.live_bytes == kept) is in_place
+    bed.unit.drop_sum(0)
+    assert bed.arena.live_bytes == live + align(bed.unit.spec.nbytes)
+
+
+def test_a_slab_without_gradients_is_no_gradient() -> None:
+    bed = Bed(OPTIMIZERS["adamw"])
+    live = bed.arena.live_bytes
+    part = bed.slab((False,) * len(SHAPES))
+    bed.unit.add(0, part)
+    bed.arena.free(part.extent)
+    assert bed.unit.step(0, bed.groups, 1.0, 1.0) is None
+    assert bed.unit.gradients(0) == [None] * len(SHAPES)
+    assert bed.arena.live_bytes == live
 
 
 def test_the_steady_state_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +300,7 @@ def test_the_steady_state_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         for part in parts:
             bed.unit.add(0, part)
-        extent = bed.unit.step(0, None, bed.groups, 1.0, 0.5)
+        extent = bed.unit.step(0, bed.groups, 1.0, 0.5)
         assert extent is not None
         bed.unit.drop_sum(0)
         bed.arena.free(extent)

@@ -2,7 +2,7 @@
 
 No sockets, clock, torch or threads. Gradients are added in (call, first micro-batch, deepest position first) order
 whatever order they arrive in; slot numbers ascend in that order. A step runs when every gradient of its iteration is
-in, so a call that fails has moved nothing. P_cp follows each unit's step at once, into a fresh slab.
+in, so a call that fails has moved nothing. P_cp follows each unit's step at once, into a slab that nobody reads.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class ForgetModel:
 
 @dataclass(frozen=True)
 class AddSlab:
-    """Add a gradient slab to the unit's fp32 sum of an iteration (G_cp)."""
+    """Take a gradient slab into this process's memory (G_cp): an iteration's first one as it is, others are added."""
 
     model: int
     iteration: int
@@ -179,25 +179,23 @@ class DropSums:
 
 @dataclass(frozen=True)
 class MeasureNorm:
-    """Measure the global gradient norm. `only[unit]` is the unit's only slab; other units have a sum.
+    """Measure the global norm of an iteration's gradients.
 
-    Gradients are multiplied by `inverse` first, here as in the other instructions that have it.
+    They are multiplied by `inverse` first, here as in the other instructions that have it.
     """
 
     model: int
     iteration: int
-    only: dict[int, SlabPart]
     inverse: float = 1.0
 
 
 @dataclass(frozen=True)
 class StepUnit:
-    """Step one unit and write its new master copy. `only`: its only slab; None: take the sum, if there is one."""
+    """Step one unit with the gradients of iteration `step`, if it got any, and write its new master copy."""
 
     model: int
     step: int
     unit: int
-    only: SlabPart | None
     groups: tuple[dict[str, Any], ...]
     gradient_factor: float
     inverse: float = 1.0
@@ -205,11 +203,10 @@ class StepUnit:
 
 @dataclass(frozen=True)
 class ReadState:
-    """Answer a `ReadStateMsg`. `only` as in `MeasureNorm`, for "gradients"."""
+    """Answer a `ReadStateMsg`, for "gradients" with those of this iteration."""
 
     msg: ReadStateMsg
     iteration: int
-    only: dict[int, SlabPart]
     inverse: float = 1.0
 
 
@@ -317,10 +314,6 @@ class _Sum:
     """Slabs still to be added, in order."""
     arrived: dict[SlabId, SlabPart | None] = field(default_factory=dict)
     """Those of them that are here; None: the position got no gradient there."""
-    only: tuple[SlabId, SlabPart] | None = None
-    """The first slab, kept as it is until a second one comes."""
-    summed: bool = False
-    """Whether the shell holds a sum."""
 
 
 @dataclass
@@ -370,8 +363,8 @@ class _Model:
     snapshots: list[_Snapshot] = field(default_factory=list)
     copying: bool = False
     """Whether the shell is copying a unit."""
-    held_back: dict[int, tuple[StepUnit, list[SlabId]]] = field(default_factory=dict)
-    """Units of the running step that a snapshot has to copy first, with the slabs that are done after them."""
+    held_back: dict[int, StepUnit] = field(default_factory=dict)
+    """Units of the running step that a snapshot has to copy first."""
     restoring: RestoreMsg | None = None
     restored: set[int] = field(default_factory=set)
     """Units that have their values."""
@@ -527,20 +520,9 @@ class OptimizerMachine:
         while total.order and total.order[0] in total.arrived:
             slab = total.order.popleft()
             part = total.arrived.pop(slab)
-            if part is None:
-                self._done([slab])
-            elif total.only is None and not total.summed:
-                total.only = (slab, part)
-            else:
-                if total.only is not None:
-                    first, total.only = total.only, None
-                    total.summed = True
-                    self._add(number, iteration, *first)
-                self._add(number, iteration, slab, part)
-
-    def _add(self, number: int, iteration: int, slab: SlabId, part: SlabPart) -> None:
-        self._out.append(AddSlab(number, iteration, part))
-        self._done([slab])
+            if part is not None:
+                self._out.append(AddSlab(number, iteration, part))
+            self._done([slab])
 
     def _done(self, slabs: list[SlabId]) -> None:
         if slabs:
@@ -566,8 +548,7 @@ class OptimizerMachine:
         if msg.max_grad_norm is None and model.scaler is None:
             self._step_units(number, model, 1.0)
         else:
-            only, inverse = self._only_slabs(model, msg.step), self._inverse(model, msg.step)
-            self._out.append(MeasureNorm(number, msg.step, only, inverse))
+            self._out.append(MeasureNorm(number, msg.step, self._inverse(model, msg.step)))
 
     def _scale(self, model: _Model, iteration: int) -> float:
         """That the losses of an iteration were multiplied by."""
@@ -580,11 +561,6 @@ class OptimizerMachine:
         model = self._models[msg.model]
         model.scaler = msg.state
         model.scales.update(msg.scales)
-
-    def _only_slabs(self, model: _Model, iteration: int) -> dict[int, SlabPart]:
-        return {
-            unit: total.only[1] for (t, unit), total in model.sums.items() if t == iteration and total.only is not None
-        }
 
     def _on_norm(self, event: NormEvent) -> None:
         model = self._models.get(event.model)
@@ -611,23 +587,16 @@ class OptimizerMachine:
         model.to_step = {unit.index for unit in model.spec.units}
         model.previous = dict(model.master)
         for unit in sorted((u for u in model.spec.units if u.trainable), key=lambda u: u.positions[0]):
-            total = model.sums.get((msg.step, unit.index), _Sum())
-            only = total.only[1] if total.only is not None else None
-            step = StepUnit(number, msg.step, unit.index, only, msg.groups, factor, inverse)
-            done = [total.only[0]] if total.only is not None else []
             if model.skipped:
-                self._done(done)
-            elif self._is_to_be_copied(model, unit.index):
-                model.held_back[unit.index] = (step, done)
+                continue
+            step = StepUnit(number, msg.step, unit.index, msg.groups, factor, inverse)
+            if self._is_to_be_copied(model, unit.index):
+                model.held_back[unit.index] = step
             else:
-                self._step_unit(step, done)
+                self._out.append(step)
         self._publish(number, msg.step + 1, tuple((unit, model.master[unit]) for unit in unchanged))
         model.to_step.difference_update(unchanged)
         self._finish_step(number, model)
-
-    def _step_unit(self, step: StepUnit, done: list[SlabId]) -> None:
-        self._out.append(step)
-        self._done(done)
 
     def _on_unit_stepped(self, event: UnitSteppedEvent) -> None:
         model = self._models.get(event.model)
@@ -678,8 +647,6 @@ class OptimizerMachine:
         iteration = model.calls[msg.calls[0]]
         for total in (total for (t, _), total in model.sums.items() if t == iteration):
             self._done(list(total.arrived))
-            if total.only is not None:
-                self._done([total.only[0]])
         self._drop_iteration(msg.model, model, iteration)
         for call in msg.calls:
             del model.calls[call]
@@ -730,7 +697,7 @@ class OptimizerMachine:
             model.reads.remove(msg)
             iteration = model.calls[msg.calls[0]] if msg.calls else -1
             inverse = self._inverse(model, iteration) if msg.calls else 1.0
-            self._out.append(ReadState(msg, iteration, self._only_slabs(model, iteration), inverse))
+            self._out.append(ReadState(msg, iteration, inverse))
 
     # --- checkpoints
 
@@ -792,7 +759,7 @@ class OptimizerMachine:
     def _go_on(self, number: int, model: _Model) -> None:
         """Step the units that waited for a copy and need not wait any more; copy the next ones."""
         for unit in [unit for unit in model.held_back if not self._is_to_be_copied(model, unit)]:
-            self._step_unit(*model.held_back.pop(unit))
+            self._out.append(model.held_back.pop(unit))
         self._copy_next(number, model)
 
     def _on_snapshot_written(self, msg: SnapshotWrittenMsg) -> None:
@@ -887,12 +854,8 @@ class OptimizerMachine:
         return True
 
     def _on_keep_open(self, msg: KeepOpenMsg) -> None:
-        """Sums in this process's own memory, as gradients of the workers go with their arenas."""
+        """All its gradients have come, and lie in this process's own memory."""
         model = self._models[msg.model]
-        for (iteration, _), total in model.sums.items():
-            if total.only is not None:
-                first, total.only, total.summed = total.only, None, True
-                self._add(msg.model, iteration, *first)
         if msg.num_microbatches:  # else the iteration is as the step before it left it
             model.open = msg
             self._out.append(KeepBuffers(msg.model, msg.buffers, head=True))

@@ -249,8 +249,7 @@ class OptimizerShell:
                 gradients: list[torch.Tensor | None] = []
                 rooms = self._scratch.take(sum(unit.wide_bytes for unit in several))
                 for unit, room in zip(several, rooms.split([unit.wide_bytes for unit in several]), strict=True):
-                    only = instruction.only.get(unit.spec.index)
-                    gradients += unit.gradients(instruction.iteration, only, instruction.inverse, room)
+                    gradients += unit.gradients(instruction.iteration, instruction.inverse, room)
                 norms += pool.measure(gradients)
         norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
         single, value = norm.dtype == torch.float32, norm.item()
@@ -261,17 +260,14 @@ class OptimizerShell:
         """All gradients of an iteration; each is void when the next unit's come."""
         for unit in self._models[instruction.model].units:
             if unit is not None:
-                only = instruction.only.get(unit.spec.index)
-                for gradient in unit.gradients(instruction.iteration, only, inverse):
+                for gradient in unit.gradients(instruction.iteration, inverse):
                     if gradient is not None:
                         yield gradient
 
     def _step_unit(self, instruction: m.StepUnit) -> None:
         model = self._models[instruction.model]
         unit = self._unit(instruction.model, instruction.unit)
-        extent = unit.step(
-            instruction.step, instruction.only, instruction.groups, instruction.inverse, instruction.gradient_factor
-        )
+        extent = unit.step(instruction.step, instruction.groups, instruction.inverse, instruction.gradient_factor)
         if extent is not None:
             model.master[instruction.unit] = extent
             model.slabs.add(extent)
@@ -293,7 +289,7 @@ class OptimizerShell:
                 continue
             number = unit.spec.index
             if msg.what == "gradients":
-                found = unit.gradients(instruction.iteration, instruction.only.get(number), instruction.inverse)
+                found = unit.gradients(instruction.iteration, instruction.inverse)
                 # the next unit's may lie in the same scratch
                 rows += [(number, i, "gradient", g.clone()) for i, g in enumerate(found) if g is not None]
             else:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import bisect
 import copy
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,17 @@ SHARED_STATE_BYTES = 4096
 """Optimizer state tensors from this size on live in shared memory; step counters and the like stay private."""
 
 
+@dataclass
+class _Sum:
+    """A unit's gradients of one iteration, in the arena."""
+
+    extent: Extent
+    kind: str
+    """How they lie there: as in a worker's "slab", or as a "sum" in the optimizer's dtypes."""
+    present: set[int]
+    """Parameters that have a gradient."""
+
+
 class Unit:
     """A trainable unit. Parameters are fp32 views of one extent; sums come and go by iteration."""
 
@@ -49,7 +61,8 @@ class Unit:
         ]
         self.optimizer: torch.optim.Optimizer | None = None
         self._group_of: list[int] = []
-        self._sums: dict[int, tuple[Extent, set[int]]] = {}  # iteration -> (fp32 sums, parameters with a gradient)
+        self._sums: dict[int, _Sum] = {}
+        """By iteration."""
         self._received: list[dict[str, Any]] = []
         """Of each group, the hyper-parameters as the script last sent them."""
         self._shared: dict[tuple[int, str], tuple[Extent, torch.Tensor]] = {}
@@ -62,6 +75,7 @@ class Unit:
             "master": ([param.offset for param in spec.params], [param.dtype for param in spec.params]),
         }
         """Of each kind of slab: bytes at which the parameters begin, and their dtypes."""
+        self._nbytes = {"slab": gradient_layout(spec)[1], "sum": nbytes, "master": spec.nbytes}
         self._plan: PiecewiseStep | None = None
         self._plan_key: tuple[Any, ...] = ()
         self._cutters: dict[str, Cutter] = {}
@@ -137,21 +151,50 @@ class Unit:
     # --- gradients
 
     def add(self, iteration: int, part: SlabPart) -> None:
-        """Add a gradient slab to the iteration's sum, in fp32; the first one starts it (G_cp)."""
+        """Take a gradient slab into the arena (G_cp). The first one is kept as it is; with the second one begins the
+        sum, in the optimizer's dtypes. The slab itself is not read any more."""
+        slab = self._store.bytes_of(part.extent)
+        if not any(part.present):
+            return
         if iteration not in self._sums:
-            extent = self._arena.allocate(optimizer_layout(self.spec)[1])
-            self._sums[iteration] = (extent, set())
-        extent, present = self._sums[iteration]
-        sums = self._store.bytes_of(extent)
-        views = self._sum_views(sums)
-        again = [index in present for index in range(len(self.params))]
-        for index, gradient in self._gradients(part):
-            if not again[index]:
-                views[index].copy_(gradient)
-                present.add(index)
+            extent = self._arena.allocate(self._nbytes["slab"])
+            self._store.bytes_of(extent).copy_(slab)
+            self._sums[iteration] = _Sum(extent, "slab", {i for i, here in enumerate(part.present) if here})
+            return
+        total = self._widened(self._sums[iteration])
+        sums = self._store.bytes_of(total.extent)
+        again = [index in total.present for index in range(len(self.params))]
+        fresh = {index for index, here in enumerate(part.present) if here and not again[index]}
+        views = self._views("sum", sums)
+        for index, gradient in self._views("slab", slab, fresh).items():
+            views[index].copy_(gradient)
+        total.present |= fresh
         key = tuple(here and before for here, before in zip(part.present, again, strict=True))
         if any(key):
-            self._add_again(key, self._store.bytes_of(part.extent), sums)
+            self._add_again(key, slab, sums)
+
+    def _widened(self, total: _Sum) -> _Sum:
+        """The same gradients in the optimizer's dtypes, of which more can be added."""
+        if total.kind == "slab" and self._lies_as("slab", "sum"):
+            total.kind = "sum"
+        if total.kind == "slab":
+            extent = self._arena.allocate(self._nbytes["sum"])
+            views = self._views("sum", self._store.bytes_of(extent))
+            for index, gradient in self._views("slab", self._store.bytes_of(total.extent), total.present).items():
+                views[index].copy_(gradient)
+            self._arena.free(total.extent)
+            total.extent, total.kind = extent, "sum"
+        return total
+
+    def _lies_as(self, kind: str, other: str) -> bool:
+        """Whether each parameter lies at the same place, in the same dtype, in both kinds of slab."""
+        return self._offsets[kind] == self._offsets[other] and self._nbytes[kind] == self._nbytes[other]
+
+    def _views(self, kind: str, memory: torch.Tensor, which: Iterable[int] | None = None) -> dict[int, torch.Tensor]:
+        """Parameters, or what belongs to them, in a slab of this kind, by index."""
+        offsets, dtypes = self._offsets[kind]
+        chosen = range(len(self.params)) if which is None else sorted(which)
+        return {i: view(memory, offsets[i], self.spec.params[i].shape, dtypes[i]) for i in chosen}
 
     def _add_again(self, present: tuple[bool, ...], slab: torch.Tensor, sums: torch.Tensor) -> None:
         """Add these parameters' gradients in batches: an add of two dtypes runs far slower than a cast and an add."""
@@ -179,25 +222,22 @@ class Unit:
         """Forget an iteration's sum."""
         found = self._sums.pop(iteration, None)
         if found is not None:
-            self._arena.free(found[0])
+            self._arena.free(found.extent)
 
     def gradients(
-        self, iteration: int, only: SlabPart | None, inverse: float = 1.0, room: torch.Tensor | None = None
+        self, iteration: int, inverse: float = 1.0, room: torch.Tensor | None = None
     ) -> list[torch.Tensor | None]:
         """The iteration's fp32 gradients by parameter, times `inverse` (of the loss scale).
 
-        Views of the sum or of the only slab where that is all; else they lie in `room` (uint8 [`wide_bytes`]), or in
-        the scratch if there is none.
+        Views of what is kept of them where that is all; else they lie in `room` (uint8 [`wide_bytes`]), or in the
+        scratch if there is none.
         """
         found: list[torch.Tensor | None] = [None] * len(self.params)
-        wide = self._sum_views(self._scratch.take(self.wide_bytes) if room is None else room)
-        rows: list[tuple[int, torch.Tensor]] = []
-        if only is not None:
-            rows = self._gradients(only)
-        elif iteration in self._sums:
-            extent, present = self._sums[iteration]
-            rows = [row for row in enumerate(self._sum_views(self._store.bytes_of(extent))) if row[0] in present]
-        for index, gradient in rows:
+        total = self._sums.get(iteration)
+        if total is None:
+            return found
+        wide = self._views("sum", self._scratch.take(self.wide_bytes) if room is None else room)
+        for index, gradient in self._views(total.kind, self._store.bytes_of(total.extent), total.present).items():
             if inverse != 1.0:
                 gradient = wide[index].copy_(gradient).mul_(inverse)
             elif gradient.dtype != wide[index].dtype:
@@ -205,59 +245,45 @@ class Unit:
             found[index] = gradient
         return found
 
-    def _gradients(self, part: SlabPart) -> list[tuple[int, torch.Tensor]]:
-        memory = self._store.bytes_of(part.extent)
-        offsets, _ = gradient_layout(self.spec)
-        return [
-            (index, view(memory, offsets[index], param.shape, param.grad_dtype))
-            for index, param in enumerate(self.spec.params)
-            if part.present[index]
-        ]
-
-    def _sum_views(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        offsets, _ = optimizer_layout(self.spec)
-        return [
-            view(memory, offset, param.shape, optimizer_dtype(param.dtype))
-            for offset, param in zip(offsets, self.spec.params, strict=True)
-        ]
-
     # --- step
 
-    def step(
-        self, iteration: int, only: SlabPart | None, groups: tuple[dict[str, Any], ...], inverse: float, factor: float
-    ) -> Extent | None:
-        """Run the user's optimizer on this unit and write its weights into a new slab in the model's dtype (P_cp).
+    def step(self, iteration: int, groups: tuple[dict[str, Any], ...], inverse: float, factor: float) -> Extent | None:
+        """Run the user's optimizer on this unit and write its weights into a slab in the model's dtype (P_cp).
 
-        `only`: the unit's only slab; None: there is a sum, or nothing. Gradients are multiplied by `inverse` (of the
-        loss scale), then by `factor` (of clipping). None: no parameter had a gradient, nothing moved.
+        That slab is the one of the gradients, where weights have the same layout: piece by piece they take their place.
+        Gradients are multiplied by `inverse` (of the loss scale), then by `factor` (of clipping). None: no parameter
+        had a gradient, nothing moved.
         """
-        if only is not None:
-            present = only.present
-        else:
-            summed = self._sums[iteration][1] if iteration in self._sums else set()
-            present = tuple(index in summed for index in range(len(self.params)))
-        if self.optimizer is None or not any(present):
+        total = self._sums.get(iteration)
+        if self.optimizer is None or total is None:
             return None
         self._take_groups(groups)
+        if self._lies_as(total.kind, "master"):
+            self._step_into(total.extent, iteration, inverse, factor)
+            return self._sums.pop(iteration).extent
         master = self._arena.allocate(self.spec.nbytes)
         try:
-            plan = self._plan_for(present)
-            if plan is None:
-                self._step_whole(self.gradients(iteration, only, inverse), factor)
-                self.write_master(master)
-            else:
-                kind, extent = ("slab", only.extent) if only is not None else ("sum", self._sums[iteration][0])
-                memory = self._store.bytes_of(master)
-                slab = self._store.bytes_of(extent)
-                plan.run(self._cutters[kind](slab), self._cutters["master"](memory), inverse, factor)
-                rest = {index: param for index, param in enumerate(self.params) if not present[index]}
-                write_params(memory, self.spec, rest)
-                if plan.only_once:
-                    self._plan = None
+            self._step_into(master, iteration, inverse, factor)
         except BaseException:
             self._arena.free(master)
             raise
         return master
+
+    def _step_into(self, master: Extent, iteration: int, inverse: float, factor: float) -> None:
+        total = self._sums[iteration]
+        present = tuple(index in total.present for index in range(len(self.params)))
+        plan = self._plan_for(present)
+        if plan is None:
+            self._step_whole(self.gradients(iteration, inverse), factor)
+            self.write_master(master)
+            return
+        memory = self._store.bytes_of(master)
+        gradients = self._cutters[total.kind](self._store.bytes_of(total.extent))
+        plan.run(gradients, self._cutters["master"](memory), inverse, factor)
+        rest = {index: param for index, param in enumerate(self.params) if not present[index]}
+        write_params(memory, self.spec, rest)
+        if plan.only_once:
+            self._plan = None
 
     def _take_groups(self, groups: tuple[dict[str, Any], ...]) -> None:
         """Hyper-parameters as the script has them now."""

@@ -43,16 +43,33 @@ def optimizer_layout(unit: UnitSpec) -> tuple[list[int], int]:
     return packed([param.shape for param in unit.params], [optimizer_dtype(param.dtype) for param in unit.params])
 
 
+def is_replaced_in_place(unit: UnitSpec) -> bool:
+    """Whether a unit's new weights take the place of its gradients in a step of one call: they have the same dtypes."""
+    added = len(unit.positions) > 1
+    return all(param.dtype == (optimizer_dtype(param.dtype) if added else param.grad_dtype) for param in unit.params)
+
+
 def spare_bytes(units: Sequence[UnitSpec], asynchronous: bool) -> int:
-    """Room for weights of the next version beside those that are read, while a step writes it: for all of them when
-    asynchronous; else a unit's old weights go as soon as it is stepped, and there is room for two large ones."""
-    each = [unit.nbytes for unit in units if unit.trainable]
-    return sum(each) if asynchronous else min(sum(each), 2 * max(each, default=0))
+    """Room beside a version of the weights for the gradients of an iteration, which become the next version, and for
+    what is there a little longer.
+
+    That is, when asynchronous, two large units' weights that an iteration reads until its slot is done. Where weights
+    cannot take the place of gradients there is room for them, too: for all when asynchronous, else for two large ones,
+    as the old ones go while the step runs.
+    """
+    trained = [unit for unit in units if unit.trainable]
+    kept = sum(gradient_layout(unit)[1] for unit in trained)
+    beside = [unit.nbytes for unit in trained if asynchronous or not is_replaced_in_place(unit)]
+    late = min(sum(beside), 2 * max(beside, default=0))
+    if not asynchronous:
+        return kept + late
+    return kept + late + sum(unit.nbytes for unit in trained if not is_replaced_in_place(unit))
 
 
 __all__ = [
     "contiguous_stride",
     "gradient_layout",
+    "is_replaced_in_place",
     "optimizer_dtype",
     "optimizer_layout",
     "packed",
