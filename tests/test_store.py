@@ -90,6 +90,35 @@ def test_an_arena_reuses_what_was_freed():
     assert found.total_bytes == total
 
 
+class WithDead(PrivateSegments):
+    """Knows what a dead process had made."""
+
+    dead: list[tuple[str, int]] = []
+
+    def segments_of(self, owner: str) -> list[tuple[str, int]]:
+        return self.dead if owner == "worker-0.1" else []
+
+
+@pytest.mark.parametrize(
+    "own, limit, adopted",
+    [(0, 0, [8, 1, 2]), (3, 0, [8]), (4, 0, [1, 2]), (4, 12, [8]), (4, 15, [8, 1, 2]), (12, 0, [])],
+)
+def test_a_replacement_holds_no_more_than_it_may_or_its_predecessor_did(own, limit, adopted):
+    """In MiB; the predecessor had 11."""
+    source = WithDead()
+    store = Store(source)
+    source.dead = [(source.create(mib << 20)[0], mib << 20) for mib in (8, 1, 2)]
+    arena = Arena("worker-0.2", source, store)
+    if own:
+        arena.reserve(own << 20)
+    given_up = arena.adopt("worker-0.1", limit << 20)
+    assert [nbytes >> 20 for name, nbytes in source.dead if name not in given_up] == adopted
+    assert arena.total_bytes == (own + sum(adopted)) << 20
+    for mib in adopted:
+        assert arena.allocate(mib << 20).nbytes == mib << 20
+    source.close()
+
+
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3, 4)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
 def test_a_tensor_survives_the_arena(shape, dtype):

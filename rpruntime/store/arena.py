@@ -175,11 +175,14 @@ class Arena:
 
     def adopt(self, owner: str, limit_bytes: int) -> tuple[str, ...]:
         """Take over the segments of a dead process, in which nothing is read any more, as long as this arena stays
-        within `limit_bytes`; the others are given up. Returns those: every process has to drop its mapping."""
+        within `limit_bytes` or what that one had; the others are given up. Returns those: every process has to drop its
+        mapping."""
         given_up = []
         with self._lock:
-            for name, nbytes in self._source.segments_of(owner):
-                if self.total_bytes + nbytes <= limit_bytes:
+            found = self._source.segments_of(owner)
+            limit = max(limit_bytes, sum(nbytes for _, nbytes in found))
+            for name, nbytes in found:
+                if self.total_bytes + nbytes <= limit:
                     log.info("arena %s adopts %s, %.1f MiB", self.owner, name, nbytes / 2**20)
                     self.store.segment(name)
                     self._source.give(name)
