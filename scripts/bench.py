@@ -77,7 +77,7 @@ def ours(options: argparse.Namespace, asynchronous: bool) -> dict[str, Any]:
         "loss": float(loss),
         "optimizer_s": round(optimizer_s, 3),
         "gpu_gb": tuner.peak_bytes / 1e9,
-        **host_figures(pipe._model.client.session, model),
+        **host_figures(pipe._model.client.session, model, boundary_bytes(options, pipe.plan)),
         "plan": f"{len(pipe.plan.forward)}+{len(pipe.plan.backward)}",
     }
 
@@ -142,26 +142,38 @@ def timed(step: Any, finish: Any, options: argparse.Namespace) -> tuple[float, A
     return (time.perf_counter() - began) / options.iters, loss
 
 
-def host_figures(session: Any, model: Any) -> dict[str, float]:
-    """All memory of all processes; and without what the workers write (boundary activations, gradients), the bytes a
-    parameter, with 2 for the gradients."""
-    used = host_bytes()
-    written = sum(nbytes for role in session.worker_roles for _, nbytes in session.segments.segments_of(f"{role}.1"))
+def boundary_bytes(options: argparse.Namespace, plan: Any) -> int:
+    """Activations between stages at their most: every boundary's, and the gradients of one."""
+    boundaries = {stage.start for stage in (*plan.forward, *plan.backward)} - {0}
+    width = decoder.SHAPES[options.shape][0]
+    return (len(boundaries) + 1) * options.batch * options.seq * width * torch.bfloat16.itemsize
+
+
+def host_figures(session: Any, model: Any, boundaries: int) -> dict[str, Any]:
+    """Shared memory and what all processes have beside it; without activations between stages, bytes a parameter."""
+    held = session.segments.held_bytes()
+    private = private_bytes()
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return {"host_gb": used / 1e9, "bytes_a_parameter": round((used - written) / parameters + 2, 2)}
+    used = sum(held.values()) + private
+    return {
+        "host_gb": used / 1e9,
+        "private_gb": private / 1e9,
+        "shared_gb": {owner: round(nbytes / 1e9, 2) for owner, nbytes in held.items()},
+        "bytes_a_parameter": round((used - boundaries) / parameters, 2),
+    }
 
 
-def host_bytes() -> int:
-    """Proportional resident memory of this session's processes: shared pages are counted once."""
+def private_bytes() -> int:
+    """Resident memory of this session's processes beside shared memory; pages that several have are counted once."""
     folder = os.environ.get("RPRUNTIME_SESSION", "")
     total = 0
     for entry in Path("/proc").iterdir():
         try:
             variables = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
-            mine = entry.name == str(os.getpid()) or f"RPRUNTIME_FOLDER={folder}" in variables
-            if mine:
+            parent = f"RPRUNTIME_SESSION={folder}" in variables or f"RPRUNTIME_FOLDER={folder}" in variables
+            if folder and (parent or entry.name == str(os.getppid())):
                 rows = (entry / "smaps_rollup").read_text().splitlines()
-                total += sum(int(row.split()[1]) << 10 for row in rows if row.startswith("Pss:"))
+                total += sum(int(row.split()[1]) << 10 for row in rows if row.startswith(("Pss_Anon:", "Pss_File:")))
         except (OSError, NotADirectoryError):
             continue
     return total
@@ -220,7 +232,9 @@ def run_row(
 def show(row: dict[str, Any], best: float | None) -> None:
     """One line of the table; `best`: tokens a second of the ceiling on one GPU."""
     ratio = "" if best is None else f"{row['tokens_s'] / best / row['gpus']:.3f}"
-    notes = ", ".join(f"{key} {row[key]}" for key in ("plan", "optimizer_s", "bytes_a_parameter") if key in row)
+    notes = ", ".join(
+        f"{key} {row[key]}" for key in ("plan", "optimizer_s", "private_gb", "bytes_a_parameter") if key in row
+    )
     print(
         f"{row['system']:10} {row['gpus']:4} {row['tokens_s']:9,.0f} {row['seconds']:8.3f} {ratio:>6} "
         f"{row.get('gpu_gb', 0):7.1f} {row.get('host_gb', 0):8.1f}  {notes}",
