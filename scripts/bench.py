@@ -4,7 +4,8 @@
     python scripts/bench.py ceiling --shape 1.7b --batch 64 --microbatches 8      GPU-resident, one GPU, no optimizer
     python scripts/bench.py table --shape 1.7b --batch 64 --microbatches 8        all in turn, with ratios
 
-Systems: ceiling, ours, ours-sync, peer, peer-sync (the package `roundpipe`, where it is installed).
+Systems: ceiling, ceiling-whole (see `ceiling`), ours, ours-sync, peer, peer-sync (the package `roundpipe`, where it is
+installed).
 """
 
 from __future__ import annotations
@@ -24,9 +25,13 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def ceiling(options: argparse.Namespace) -> dict[str, Any]:
-    """A GPU-resident bf16 model with full recomputation: what one GPU can do without transfers and optimizer."""
-    from torch.utils.checkpoint import checkpoint
+def ceiling(options: argparse.Namespace, whole: bool) -> dict[str, Any]:
+    """A GPU-resident bf16 model with full recomputation: what one GPU can do without transfers and optimizer.
+
+    torch's checkpoints keep the graph of the forward, so they recompute a block as far as its backward reads it: not
+    the last product. `whole`: the blocks are recomputed to their ends, as where the graph does not outlive the forward.
+    """
+    from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
     model, vocabulary = decoder.build(options.shape, device="cuda")
     ids = decoder.batch(vocabulary, options.batch, options.seq).cuda()
@@ -35,7 +40,8 @@ def ceiling(options: argparse.Namespace) -> dict[str, Any]:
         for chunk in ids.chunk(options.microbatches):
             x = model[0](chunk)
             for block in model[1:-1]:
-                x = checkpoint(block, x, use_reentrant=False)
+                with set_checkpoint_early_stop(not whole):
+                    x = checkpoint(block, x, use_reentrant=False)
             loss = decoder.loss_fn(model[-1](x), chunk) / options.microbatches
             loss.backward()
         return loss.detach()
@@ -185,7 +191,7 @@ def table(options: argparse.Namespace) -> int:
     words += ["--microbatches", options.microbatches, "--iters", options.iters, "--plan", options.plan]
     words += ["--recompute", options.recompute, *(["--chunked-head"] if options.chunked_head else [])]
     print(f"{options.shape}, sequence {options.seq}, batch {options.batch}, M {options.microbatches}")
-    print(f"{'system':10} {'GPUs':>4} {'tokens/s':>9} {'s/iter':>8} {'ratio':>6} {'GPU GB':>7} {'host GB':>8}  notes")
+    print(f"{'system':13} {'GPUs':>4} {'tokens/s':>9} {'s/iter':>8} {'ratio':>6} {'GPU GB':>7} {'host GB':>8}  notes")
     best = None
     num_rows = 0
     for system in options.systems.split(","):
@@ -236,7 +242,7 @@ def show(row: dict[str, Any], best: float | None) -> None:
         f"{key} {row[key]}" for key in ("plan", "optimizer_s", "private_gb", "bytes_a_parameter") if key in row
     )
     print(
-        f"{row['system']:10} {row['gpus']:4} {row['tokens_s']:9,.0f} {row['seconds']:8.3f} {ratio:>6} "
+        f"{row['system']:13} {row['gpus']:4} {row['tokens_s']:9,.0f} {row['seconds']:8.3f} {ratio:>6} "
         f"{row.get('gpu_gb', 0):7.1f} {row.get('host_gb', 0):8.1f}  {notes}",
         flush=True,
     )
@@ -244,7 +250,9 @@ def show(row: dict[str, Any], best: float | None) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("system", choices=["ceiling", "ours", "ours-sync", "peer", "peer-sync", "table"])
+    parser.add_argument(
+        "system", choices=["ceiling", "ceiling-whole", "ours", "ours-sync", "peer", "peer-sync", "table"]
+    )
     parser.add_argument("--shape", default="1.7b", choices=list(decoder.SHAPES))
     parser.add_argument("--seq", type=int, default=2048, help="tokens of a sequence (2048)")
     parser.add_argument("--batch", type=int, default=64, help="sequences of an iteration (64)")
@@ -261,7 +269,8 @@ def main() -> int:
     if options.system == "table":
         return table(options)
     run = {
-        "ceiling": ceiling,
+        "ceiling": lambda o: ceiling(o, False),
+        "ceiling-whole": lambda o: ceiling(o, True),
         "ours": lambda o: ours(o, True),
         "ours-sync": lambda o: ours(o, False),
         "peer": lambda o: peer(o, True),

@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 
 GROWTH_BYTES = 16 << 20
 GROWTH_FRACTION = 8
-MAX_GROWTH_BYTES = 2 << 30
+MAX_GROWTH_BYTES = 512 << 20
 """A segment made for growth has at least 16 MiB and an eighth of the arena, so that segments stay few; but no more than
-2 GiB that nobody has asked for."""
+512 MiB that nobody has asked for."""
 
 
 POISON_VARIABLE = "RPRUNTIME_POISON"
