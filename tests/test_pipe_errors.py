@@ -613,18 +613,82 @@ def test_a_failure_after_zero_grad_rewinds_the_whole_iteration(session: PausedSe
     run.check_after_failure()
 
 
+@pytest.mark.parametrize("phase", ["forward", "recompute", "backward"])
 @pytest.mark.parametrize("grain", ["stage", "layer"])
-def test_a_stage_of_several_layers_names_the_layer(session: PausedSession, grain: str) -> None:
-    for phase in ("forward", "recompute"):
-        model = trapped()
-        plan = ExecutionPlan([range(5)], [range(5, 6), range(5)])
-        with rp.RoundPipe(
-            model, sgd(model), loss_fn=mse, num_microbatches=2, plan=plan, recompute=grain, name=phase, session=session
-        ) as pipe:
-            Trap.armed = (phase, 0, lambda: Own("out of luck", 17))
-            with pytest.raises(Own) as caught:
-                float(pipe.forward_backward(torch.randn(4, 4), torch.randn(4, 1)))
-            assert caught.value.rp_context.layer == 3
+def test_a_stage_of_several_layers_names_the_layer(session: PausedSession, grain: str, phase: str) -> None:
+    model = trapped()
+    plan = ExecutionPlan([range(5)], [range(5, 6), range(5)])
+    with rp.RoundPipe(
+        model, sgd(model), loss_fn=mse, num_microbatches=2, plan=plan, recompute=grain, session=session
+    ) as pipe:
+        Trap.armed = (phase, 0, lambda: Own("out of luck", 17))
+        with pytest.raises(Own) as caught:
+            float(pipe.forward_backward(torch.randn(4, 4), torch.randn(4, 1)))
+        assert caught.value.rp_context.layer == 3
+
+
+class Pair(nn.Module):
+    """(x, skip) -> (x, skip), the skip as it is; `where`: what fails in its backward."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.fails = fails
+
+    def forward(self, pair: Any) -> Any:
+        x, skip = pair if isinstance(pair, tuple) else (pair, pair * 1)
+        x = self.linear(x)
+        return (Failing.apply(x) if self.fails else x), skip
+
+
+class Spoils(nn.Module):
+    """Writes into what its own backward needs: torch raises in C++, so no frame of Python tells the layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.exp()
+        z = y * 2
+        y.add_(1)
+        return z
+
+
+def spoiled() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), Spoils(), nn.Identity(), nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 1))
+
+
+def of_pairs() -> nn.Sequential:
+    return nn.Sequential(Pair(), Pair(fails=True), Pair(), Returns(sum), nn.Linear(4, 1))
+
+
+@pytest.mark.parametrize("build, layer", [(spoiled, 1), (of_pairs, 1)])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_failure_of_backward_names_the_layer(session: PausedSession, build: Any, layer: int, fused: bool) -> None:
+    model = build()
+    last = len(model) - 1
+    plan = (
+        ExecutionPlan([], [range(last + 1)])
+        if fused
+        else ExecutionPlan([range(last)], [range(last, last + 1), range(last)])
+    )
+    Trap.armed = ("backward", 0, lambda: RuntimeError("out of luck"))
+    with rp.RoundPipe(model, sgd(model), loss_fn=mse, num_microbatches=2, plan=plan, session=session) as pipe:
+        with pytest.raises(RuntimeError, match=r"inplace operation|out of luck") as caught:
+            float(pipe.forward_backward(torch.randn(4, 4), torch.randn(4, 1)))
+    context = caught.value.rp_context
+    assert (context.phase, context.layer, context.micro_batch) == ("backward", layer, 0)
+
+
+def test_a_failure_of_the_losss_own_backward_names_no_layer(session: PausedSession) -> None:
+    model = linear()
+    plan = ExecutionPlan([], [range(2)])
+    Trap.armed = ("backward", 0, lambda: RuntimeError("out of luck"))
+
+    def loss_fn(outputs: Tensor, labels: Tensor) -> Tensor:
+        return Failing.apply(mse(outputs, labels))
+
+    with rp.RoundPipe(model, sgd(model), loss_fn=loss_fn, num_microbatches=2, plan=plan, session=session) as pipe:
+        with pytest.raises(RuntimeError, match="out of luck") as caught:
+            float(pipe.forward_backward(torch.randn(4, 4), torch.randn(4, 1)))
+    assert caught.value.rp_context.phase == "backward" and caught.value.rp_context.layer is None
 
 
 # --- wrong results of layers and losses
@@ -668,6 +732,32 @@ def test_losses_that_are_no_scalar(session: PausedSession, loss_fn: Any, message
     model = linear()
     with rp.RoundPipe(model, sgd(model), loss_fn=loss_fn, num_microbatches=2, session=session) as pipe:
         with pytest.raises(ConfigError, match=message) as caught:
+            float(pipe.forward_backward(torch.randn(4, 4), torch.randn(4, 1)))
+        assert caught.value.rp_context.phase == "loss" and caught.value.rp_context.micro_batch == 0
+
+
+@torch.no_grad()
+def without_graph(outputs: Tensor, labels: Tensor) -> Tensor:
+    return mse(outputs, labels)
+
+
+@pytest.mark.parametrize("plan", [ExecutionPlan.one_layer_a_stage(3), ExecutionPlan([], [range(3)])], ids=str)
+@pytest.mark.parametrize(
+    "last, loss_fn, message",
+    [
+        (nn.Identity(), lambda o, y: mse(o, y).detach(), r"loss_fn's result has no gradient \(float32\)"),
+        (nn.Identity(), without_graph, "loss_fn's result has no gradient"),
+        (nn.Identity(), lambda o, y: torch.tensor(mse(o, y).item()), "loss_fn's result has no gradient"),
+        (nn.Identity(), lambda o, y: (o.argmax(-1) == 0).sum(), r"loss_fn's result has no gradient \(int64\)"),
+        (Returns(lambda x: x.detach()), mse, "the last layer's output has no gradient"),
+        (Returns(lambda x: x.detach().mean()), None, "the last layer's output has no gradient"),
+    ],
+)
+def test_losses_without_gradient(session: PausedSession, plan: Any, last: Any, loss_fn: Any, message: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1), last)
+    with rp.RoundPipe(model, sgd(model), loss_fn=loss_fn, num_microbatches=2, plan=plan, session=session) as pipe:
+        assert pipe.evaluate([(torch.randn(4, 4), torch.randn(4, 1))]).num_items == 4  # may have none
+        with pytest.raises(ConfigError, match=f"{message}.*so nothing would be trained") as caught:
             float(pipe.forward_backward(torch.randn(4, 4), torch.randn(4, 1)))
         assert caught.value.rp_context.phase == "loss" and caught.value.rp_context.micro_batch == 0
 

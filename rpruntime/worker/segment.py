@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +47,22 @@ def enter_tensors(skeleton: bytes, tensors: Sequence[torch.Tensor], flags: Seque
     return Entered(put_together(skeleton, entrances), entrances, leaves)
 
 
+def tensors_within(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in tuples, lists, dicts and dataclasses; those in other objects are passed over."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    items: Any = ()
+    if isinstance(value, dict):
+        items = value.values()
+    elif isinstance(value, tuple | list):
+        items = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = [getattr(value, each.name) for each in dataclasses.fields(value)]
+    for item in items:
+        yield from tensors_within(item)
+
+
 @dataclass(frozen=True)
 class Segment:
     """Consecutive layers of a stage; `enter` brings their input, as it was, to the device."""
@@ -55,5 +72,5 @@ class Segment:
 
     @property
     def only_layer(self) -> int:
-        """The layer to name in errors; -1: there are several."""
+        """The layer to name in errors until backward has come to one; -1: there are several."""
         return self.layers.start if len(self.layers) == 1 else -1

@@ -30,7 +30,7 @@ from rpruntime.worker.machine import PublishedEvent, RunMicrobatch, SlabEvent
 from rpruntime.worker.memory import explain, read_memory
 from rpruntime.worker.modules import WorkerModel
 from rpruntime.worker.outbox import Outbox, Publication
-from rpruntime.worker.segment import Entered, Segment, enter_tensors
+from rpruntime.worker.segment import Entered, Segment, enter_tensors, tensors_within
 from rpruntime.worker.transfers import Copy, Pieces, Transfers
 
 MAX_METRICS = 1000
@@ -202,9 +202,8 @@ class Stage:
         if loss is None:
             return []
         self._backward_began = self._transfers.mark()
-        if loss.requires_grad:
-            self._at("backward", segment.only_layer)
-            loss.backward()
+        self._at("backward", segment.only_layer)
+        loss.backward()
         return self._finish_backward(entered, segment.layers)
 
     def _backward(self) -> None:
@@ -280,6 +279,7 @@ class Stage:
         """Run consecutive layers; `commit`: this is the one forward that updates buffers."""
         value, call = entered.value, self._now
         wanted = dict(self.task.publish) if publish else {}
+        watched = len(layers) > 1 and torch.is_grad_enabled()
         since = self._transfers.mark()
         for position in layers:
             self._at(phase, position)
@@ -289,13 +289,29 @@ class Stage:
             seed = self._model.msg.seed if call.seed is None else call.seed
             number = layer_seed(seed, call.iteration, call.first_microbatch + self._m, position)
             seed_generators(number, self._transfers.device)
+            passed_on = set(map(id, tensors_within(value))) if watched else set()
             value = layer.module(*value[0], **value[1]) if position == 0 else layer.module(value)
+            if watched:
+                self._watch_backward(value, position, passed_on)
             since = self._mark(phase, position, position + 1, since)
             if layer.spec.buffers and commit:
                 self._publish_buffers(position)
             if position + 1 in wanted:
                 self._publish_value(self._key("act", position + 1), value, entered)
         return value
+
+    def _watch_backward(self, value: Any, position: int, passed_on: set[int]) -> None:
+        """When backward comes to what this layer made, it is in this layer: errors name it. `passed_on`: ids of what
+        the layer got; a tensor that it returns as it is belongs to the one before."""
+        microbatch = self._m
+
+        def entering(_: torch.Tensor) -> None:
+            self.place = Place("backward", position, microbatch)
+            self._status.at(self.task.slot, "backward", position, microbatch)
+
+        for tensor in tensors_within(value):
+            if tensor.requires_grad and id(tensor) not in passed_on:
+                tensor.register_hook(entering)
 
     def _buffers_before(self, position: int) -> Key:
         call = self._now
@@ -330,6 +346,19 @@ class Stage:
             )
         return result, metrics
 
+    def _why_no_gradient(self, value: Any, loss: torch.Tensor) -> str:
+        """What to say of a loss that nothing can be trained by."""
+        if self._model.loss_fn is not None and any(tensor.requires_grad for tensor in tensors_within(value)):
+            what = "loss_fn's result"
+        else:
+            what = "the last layer's output"
+        dtype = str(loss.dtype).removeprefix("torch.")
+        return (
+            f"{what} has no gradient ({dtype}), so nothing would be trained: return it as it was computed, without "
+            ".detach(), .item(), torch.no_grad() or argmax; a micro-batch in which nothing counts gets "
+            "weight 0 from loss_weight="
+        )
+
     def _labels(self, payload: Payload) -> Any:
         skeleton = self._store.skeleton(payload)
         copies = self._arriving(("label", self.task.call, self._m), payload)
@@ -342,6 +371,8 @@ class Stage:
             return None
         since = self._transfers.mark()
         loss, metrics = self._loss(value)
+        if not loss.requires_grad:
+            raise ConfigError(self._why_no_gradient(value, loss))
         self._outbox.add_loss(self._m, loss.detach(), metrics)
         numerator, denominator = self._now.coefficients[self._m]
         scaled = loss / denominator if numerator == 1 else loss * numerator / denominator
@@ -366,6 +397,7 @@ class Stage:
     def _finish_backward(self, entered: Entered, layers: range) -> list[torch.Tensor | None]:
         """Add up the parameters' gradients; return those of the segment's input, published where it is the slot's."""
         for position in layers:
+            self._at("backward", position)
             for (unit, index), parameter in self._model.layers[position].parameters.items():
                 if parameter.grad is not None:
                     self._add(position, unit, index, parameter.grad)
