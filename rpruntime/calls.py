@@ -136,6 +136,7 @@ class Calls:
         inference: bool = False,
         wants_output: bool = False,
     ) -> ev.CallEvent:
+        self._model.script.check()
         context = capture()
         modes = enumerate(self._modes_now())
         context["modes"] = tuple((p, flags) for p, flags in modes if flags != self._modes[p])

@@ -100,6 +100,7 @@ def end(model: Model) -> None:
         model.loan.end(model.weights.shown(everything=model.synchronized))
     finally:
         model.closed = True
+        model.script.release()
         if model.optimizer is not None:
             unpatch_optimizer(model.optimizer, lost=_iteration(model) > 0 and not model.state_is_kept)
         model.books.cancel_all(lambda: RoundPipeError("cancelled: the pipe was closed while this was running"))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rpruntime.errors import ConfigError
-from rpruntime.models.parts import layers_of, refuse, unwrapped
+from rpruntime.models.parts import has_hooks, layers_of, refuse, unwrapped
 from rpruntime.store.arena import dtype_name
 from rpruntime.store.layout import packed
 from rpruntime.terminal import warn
@@ -68,7 +68,7 @@ def _check_sequential(model: nn.Sequential) -> None:
         raise ConfigError(
             f"{kind} has a forward of its own, which would not run: make what it adds a layer of the Sequential"
         )
-    if model._forward_hooks or model._forward_pre_hooks or model._backward_hooks or model._backward_pre_hooks:
+    if has_hooks(model):
         raise ConfigError("hooks on the nn.Sequential itself would not run: register them on its layers")
     if model._parameters or any(buffer is not None for buffer in model._buffers.values()):
         names = ", ".join([*model._parameters, *model._buffers])

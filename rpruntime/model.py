@@ -23,6 +23,7 @@ from rpruntime.metrics import Figures
 from rpruntime.microbatch import take_labels
 from rpruntime.preparing import Prepared
 from rpruntime.results import StepInfo
+from rpruntime.script_model import ScriptModel
 from rpruntime.script_optimizer import hyper_parameters, patch_optimizer
 from rpruntime.script_weights import ScriptWeights
 from rpruntime.store.handle import Payload
@@ -54,6 +55,8 @@ class Model:
         figures: of finished steps, for sinks and watchers.
         calls: batches on their way.
         checkpoints: its saves and loads.
+        weights: the script's parameters.
+        script: the script's modules.
         on_note: gets `NoteTimes` and `NoteShortage`, under the client's lock.
     """
 
@@ -167,6 +170,7 @@ class Model:
             )
         )
         self.weights = ScriptWeights(self, dict(enumerate(allocated.master)))
+        self.script = ScriptModel(self)
         self.figures = Figures(self)
         self.loan.begin()
 
@@ -257,6 +261,7 @@ class Model:
         if not self.module.training:
             self.say_once("the model is in eval mode while training: call model.train() if that is not meant")
         self.weights.check()
+        self.script.check_training()
         if not isinstance(scale, int | float) or not math.isfinite(scale):
             raise ConfigError(f"scale must be a finite number, not {scale!r}")
 
@@ -302,6 +307,7 @@ class Model:
             self.books.steps[number] = (info, calls, rates)
             self.books.open = []
             self.synchronized = False
+            self.weights.stale = True
             return ev.StepEvent(self.number, groups, max_grad_norm)
 
         self.act(book)
@@ -444,6 +450,7 @@ class Model:
             RuntimeError: as torch's, for a name or shape that does not fit; nothing has changed.
         """
         self.start_of_call()
+        self.script.check()
         return self.checkpoints.load_weights(state, strict)
 
     def save_checkpoint(

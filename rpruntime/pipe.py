@@ -443,6 +443,7 @@ class RoundPipe:
             ConfigError: the model is none of transformers.
         """
         if not self._model.closed:
+            self._model.script.check()
             self.synchronize()
         with saying(f"writing {os.fspath(folder)}", quiet=self._model._quiet):
             saving.save(self.model, folder, dtype=dtype, merge_adapters=merge_adapters)

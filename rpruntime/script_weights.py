@@ -20,11 +20,13 @@ class ScriptWeights:
 
     Attributes:
         trained: ids of the parameters that are trained.
+        stale: a step has been issued since the parameters were made the newest weights.
     """
 
     def __init__(self, model: Model, master: dict[int, Extent]) -> None:
         self._model = model
         self._layout = layout = model.layout
+        self.stale = False
         self._point(master)
         self.trained = {
             id(parameter) for (unit, _), parameter in layout.parameters.items() if layout.units[unit].trainable
@@ -32,7 +34,7 @@ class ScriptWeights:
 
     def _point(self, weights: dict[int, Extent]) -> None:
         point_parameters(self._model.client, self._layout, weights)
-        self._versions = {id(parameter): parameter._version for parameter in self._layout.parameters.values()}
+        self._written = {id(p): (p._version, p.data_ptr()) for p in self._layout.parameters.values()}
 
     def fetch(self) -> None:
         """Make parameters and buffers the newest; every step issued is done."""
@@ -40,6 +42,7 @@ class ScriptWeights:
         with client.lock:
             weights = client.machine.newest_weights(number)
         self._point(weights)
+        self.stale = False
         with client.lock:
             found = client.machine.newest_buffers(number)
         for position, payload in found.items():
@@ -59,10 +62,11 @@ class ScriptWeights:
                     owner._buffers[local] = new
 
     def check(self) -> None:
-        """Raises ConfigError, once, for a parameter that the script has written to."""
+        """Raises ConfigError, once, for a parameter that the script has written to or moved elsewhere."""
         for (unit, index), parameter in self._layout.parameters.items():
-            if parameter._version != self._versions[id(parameter)]:
-                self._versions[id(parameter)] = parameter._version
+            state = parameter._version, parameter.data_ptr()
+            if state != self._written[id(parameter)]:
+                self._written[id(parameter)] = state
                 raise ConfigError(
                     f"{self._layout.units[unit].params[index].name} was written to, which has no effect on the weights "
                     "that are trained: change the model before RoundPipe wraps it"

@@ -14,6 +14,7 @@ from rpruntime.control import events as ev
 from rpruntime.errors import RoundPipeError
 from rpruntime.loading import Loan, raise_role_failure
 from rpruntime.metrics import Figures
+from rpruntime.script_model import ScriptModel
 from rpruntime.script_optimizer import hyper_parameters, unpatch_optimizer
 from rpruntime.script_weights import ScriptWeights
 from rpruntime.wire.codec import unpack_struct
@@ -67,6 +68,7 @@ def take_over(model: Model, recompute: str, found: ModelState) -> None:
         model.grad_scaler._state = found.scaler
     model.weights = ScriptWeights(model, dict(enumerate(found.master)))
     model.weights.fetch()  # the buffers too
+    model.script = ScriptModel(model)
     model.figures = Figures(model)
     left = records.load_part(client.session.folder, model.number, "left", records.Left(0, [], []))
     if left.version == found.version:
@@ -83,6 +85,7 @@ def detach(model: Model, *, wait: bool) -> None:
             _leave_open(model)
     finally:
         model.closed = True
+        model.script.release()
         if model.optimizer is not None:
             unpatch_optimizer(model.optimizer, lost=True)
         model.books.cancel_all(lambda: RoundPipeError("cancelled: this program has detached from the session"))

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Iterator
 
+_LIBRARY = re.compile(
+    r"/(?:site|dist)-packages/(?:torch|transformers|peft)/|/lib/python[\d.]+/(?:copy|pickle|contextlib)\.py$"
+)
 _HERE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 
 
@@ -49,9 +53,13 @@ def saying(what: str, *, quiet: bool) -> Iterator[None]:
 
 
 def warn(message: str) -> None:
-    """Warn about a line of the user's: the innermost one that is not of this package."""
+    """Warn about a line of the user's: the innermost one that is not of this package, nor of what calls it back."""
     level = 2
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
+    while frame.f_back is not None and _is_not_the_users(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
+
+
+def _is_not_the_users(file: str) -> bool:
+    return file.startswith(_HERE) or _LIBRARY.search(file) is not None

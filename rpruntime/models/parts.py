@@ -56,6 +56,12 @@ def is_transformers(model: Any) -> bool:
     )
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether the user has registered hooks on it; those of an open pipe (`of_rpruntime`) are none."""
+    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(not getattr(hook, "of_rpruntime", False) for hooks in kinds for hook in hooks.values())
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """The transformers model in a peft model, else the model itself."""
     if type(model).__module__.split(".")[0] == "peft":
@@ -165,7 +171,7 @@ def refuse(model: nn.Module) -> None:
     for name, module in (("the model", model), ("its base model", base)):
         if module is None:
             continue
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        if has_hooks(module):
             raise ConfigError(f"hooks on {name} ({type(module).__name__}) would not run: register them on its parts")
         if "forward" in module.__dict__:
             raise ConfigError(f"the forward of {name} ({type(module).__name__}) was replaced, which would not run")
