@@ -491,6 +491,7 @@ class Checkpoints:
             scaler=meta["scaler"],
             before=lambda: self._load_registered(reader.path, [state for _, state in script["registered"]]),
         )
+        model.loan.replaced(model.layout.parameters)
         for group, saved in zip(
             model.optimizer.param_groups if model.optimizer else (), script["groups"], strict=False
         ):
@@ -604,6 +605,7 @@ class Checkpoints:
                 if name is not None and old is not None:
                     values[local] = state[name].detach().to(old.dtype)
         self._install(rows_of, buffers, whole=False, previous=False, step=None, seed=None, scaler=None)
+        model.loan.replaced(given)
         return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
 
     def _settle(self) -> None:

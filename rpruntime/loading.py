@@ -7,7 +7,7 @@ import mmap
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from rpruntime.control.events import ModelLoadingEvent, ModelUndoneEvent
 from rpruntime.errors import ConfigError
 from rpruntime.layout import ModelLayout, shown_class
 from rpruntime.optimizer.units import revive_optimizer
-from rpruntime.store.arena import Store, view
+from rpruntime.store.arena import Store, dtype_name, view
 from rpruntime.store.handle import Extent, Payload, TensorHandle
 from rpruntime.store.layout import gradient_layout, optimizer_dtype, optimizer_layout, spare_bytes, tensor_bytes
 from rpruntime.store.limits import check_host_memory, gib, read_host_memory
@@ -299,10 +299,17 @@ def raise_role_failure(msg: RoleFailedMsg) -> None:
 
 
 class Loan:
-    """The slabs of the script's own memory in which a model's weights lie already (`rpruntime/store/slabs.py`)."""
+    """The slabs of the script's own memory in which a model's weights lie already (`rpruntime/store/slabs.py`), and
+    with `keep` what the parameters were before they were cast: nothing trains them, so at the end they are that again.
+    """
 
-    def __init__(self, client: Client, layout: ModelLayout) -> None:
+    def __init__(self, client: Client, layout: ModelLayout, *, keep: bool = False) -> None:
         self._client = client
+        self._originals = {
+            (unit, index): parameter.data
+            for (unit, index), parameter in layout.parameters.items()
+            if keep and dtype_name(parameter.dtype) != layout.units[unit].params[index].dtype
+        }
         self._layout = layout
         members: dict[int, list[torch.Tensor]] = {}
         for (unit, _), parameter in layout.parameters.items():
@@ -323,8 +330,16 @@ class Loan:
                 self._client.slabs.take_back(extent)
 
     def begin(self) -> None:
-        """The model is loaded and the parameters are elsewhere: slabs that were copied go."""
-        self._client.slabs.release(self._home)
+        """The model is loaded and the parameters are elsewhere: slabs that were copied go, unless they are kept."""
+        slabs = self._client.slabs
+        kept = {slab.segment for slab in slabs.slabs_of(self._originals.values())}
+        slabs.release([slab for slab in self._home if slab.segment not in kept])
+
+    def replaced(self, places: Iterable[tuple[int, int]]) -> None:
+        """The weights at these (unit, index) are others now."""
+        for place in places:
+            self._originals.pop(place, None)
+        self.begin()
 
     def end(self, newest: dict[int, Extent]) -> None:
         """The pipe is closed: parameters whose newest weights (`newest`, by unit) are the lent ones are the slab's
@@ -338,7 +353,9 @@ class Loan:
         with torch.no_grad():
             for (unit, index), parameter in self._layout.parameters.items():
                 extent, spec = self.extents[unit], self._layout.units[unit].params[index]
-                if unit in kept and extent is not None:
+                if (unit, index) in self._originals:
+                    parameter.data = self._originals[unit, index]
+                elif unit in kept and extent is not None:
                     memory = self._client.slabs.memory(extent)
                     parameter.data = view(memory, spec.offset, spec.shape, spec.dtype)
                 else:

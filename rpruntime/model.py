@@ -117,7 +117,7 @@ class Model:
     def _load(self, prepared: Prepared) -> None:
         client = self.client
         loader = Loader(client, self.layout, self._quiet)
-        self.loan = Loan(client, self.layout)
+        self.loan = Loan(client, self.layout, keep=self.optimizer is None)
         try:
             loader.check_memory(self.optimizer, self.asynchronous, self.loan.nbytes)
         except BaseException:

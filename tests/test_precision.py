@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import rpruntime as rp
+from rpruntime.client import client_of
+from rpruntime.models.pretrained import move_into_slabs
 from rpruntime.optimizer.scaling import as_dict, from_dict, inverse_of, moved
 from rpruntime.wire.messages import ScalerState
 from tests.reference import PausedSession, Times, inline
@@ -373,3 +375,36 @@ def test_a_resumed_run_goes_on_under_the_same_scale(tmp_path: Path, asynchronous
     assert repr(rest[0]) == repr(whole[0][saved_after:])
     assert rest[1] == whole[1]
     assert all(torch.equal(a, b) for a, b in zip(rest[2], whole[2], strict=True))
+
+
+# --- without an optimizer nothing is trained, so nothing is to be rounded
+
+
+@pytest.mark.parametrize("in_slabs", [False, True])
+def test_a_pipe_that_only_looks_leaves_the_model_as_it_was(session: PausedSession, in_slabs: bool) -> None:
+    model = small()
+    if in_slabs:
+        layers = [(str(position), layer) for position, layer in enumerate(model)]
+        move_into_slabs(client_of(session), model, layers, lambda done, of: None)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    held = client_of(session).slabs.live_bytes
+    x = torch.randn(4, 6)
+    wanted = copy.deepcopy(model).bfloat16()(x.bfloat16())
+    for _ in range(2):
+        with rp.RoundPipe(model, dtype=torch.bfloat16, session=session) as pipe:
+            assert torch.equal(pipe.forward(x.bfloat16()), wanted)
+            assert next(model.parameters()).dtype == torch.bfloat16
+        for name, parameter in model.named_parameters():
+            assert parameter.dtype == torch.float32 and torch.equal(parameter, before[name]), name
+        assert client_of(session).slabs.live_bytes == held
+
+
+def test_what_is_loaded_into_such_a_pipe_stays(session: PausedSession) -> None:
+    model = small()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    first = next(iter(before))
+    with rp.RoundPipe(model, dtype=torch.bfloat16, session=session) as pipe:
+        pipe.load_state_dict({first: before[first] + 1}, strict=False)
+    for name, parameter in model.named_parameters():
+        wanted = (before[name] + 1).bfloat16() if name == first else before[name]
+        assert parameter.dtype == wanted.dtype and torch.equal(parameter, wanted), name
