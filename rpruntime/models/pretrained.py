@@ -23,12 +23,13 @@ from rpruntime.bar import Bar
 from rpruntime.client import Client, client_of
 from rpruntime.errors import ConfigError
 from rpruntime.models import shards
+from rpruntime.models.folders import check_model_folder, explained
 from rpruntime.models.parts import layers_of
 from rpruntime.store.arena import dtype_name, view
 from rpruntime.store.layout import packed, tensor_bytes
 from rpruntime.store.limits import check_host_memory, gib, read_host_memory
 from rpruntime.store.slabs import Slab
-from rpruntime.terminal import say
+from rpruntime.terminal import say, warn
 
 _HUB = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies")
 _FILES = ["*.json", "*.safetensors", "*.py"]
@@ -58,7 +59,8 @@ def from_pretrained(
         The model of transformers, in eval mode as there; any part of it may be changed before a pipe is made.
 
     Raises:
-        ConfigError: what cannot be trained here (a quantised checkpoint, `device_map`...), with the line to change.
+        ConfigError: there is no model, or one that cannot be trained here (a quantised checkpoint, `device_map`...),
+            with the line to change.
         HostMemoryError: the machine cannot hold the weights; with the figures.
     """
     transformers = require("transformers")
@@ -68,29 +70,37 @@ def from_pretrained(
                 f"from_pretrained({name}=...) is not supported: leave it out, the weights stay in host memory in their "
                 "own dtype and RoundPipe brings each layer to a device when it runs"
             )
+    if hf_kwargs.pop("subfolder", None):
+        raise ConfigError("from_pretrained(subfolder=...) is not supported: give the path of that folder itself")
+    check_model_folder(name_or_folder, has_config=hf_kwargs.get("config") is not None)
     hub = {name: hf_kwargs.pop(name) for name in _HUB if name in hf_kwargs}
     dtype = hf_kwargs.pop("torch_dtype", None) if dtype is None else dtype
     config, model_kwargs = _config(transformers, name_or_folder, hub, hf_kwargs)
     session = sessions.current() if session is None else session
     client = client_of(session)
-    folder = _folder_of(name_or_folder, hub)
+    with explained(name_or_folder, transformers):
+        folder = _folder_of(name_or_folder, hub)
     entries = shards.entries_of(folder)
     wanted = _dtype(dtype, config, entries)
     quiet = bool(session.config.get("quiet"))
     with Bar("reading weights", quiet=quiet) as bar:
         sources = None
         if entries is not None:
-            model = without_memory(transformers, config, wanted, model_kwargs)
+            with explained(name_or_folder, transformers):
+                model = without_memory(transformers, config, wanted, model_kwargs)
             sources = _sources(model, entries)
         if sources is not None:
             _fill(client, model, sources, wanted, bar)
             _finish(transformers, model, folder)
         else:
             if not quiet:
-                say(f"weights  {name_or_folder} | its names are not the model's own: transformers converts it first")
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, config=config, dtype="auto" if wanted is None else wanted, **model_kwargs
-            )
+                say(f"weights  {name_or_folder} | its names or forms are not the model's own: transformers reads it")
+            kind = "auto" if wanted is None else wanted
+            with explained(name_or_folder, transformers):
+                model, found = transformers.AutoModelForCausalLM.from_pretrained(
+                    folder, config=config, dtype=kind, output_loading_info=True, **model_kwargs
+                )
+            _warn_of_missing(name_or_folder, found["missing_keys"])
             move_into_slabs(client, model, layers_of(model, check=False), bar.update)
     if not quiet:
         say(f"weights  {gib(bar.done)} of {name_or_folder} in {bar.seconds:.1f} s")
@@ -122,8 +132,19 @@ def require(name: str) -> Any:
     """An optional package. Raises ConfigError with the extra to install."""
     try:
         return __import__(name)
+    except ModuleNotFoundError as err:
+        if err.name == name:
+            raise ConfigError(f"this needs {name}: pip install 'rpruntime[hf]'") from err
+        raise ConfigError(f"{name} is installed, but lacks {err.name}: pip install {err.name}") from err
     except ImportError as err:
-        raise ConfigError(f"this needs {name}: pip install 'rpruntime[hf]'") from err
+        raise ConfigError(f"{name} is installed, but cannot be imported: {err}") from err
+
+
+def _warn_of_missing(name: Any, missing: Iterable[str]) -> None:
+    names = sorted(missing)
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        warn(f"{name} has no weights for {', '.join(names[:3])}{more}: these begin with random values")
 
 
 # --- what to load
@@ -138,7 +159,8 @@ def _config(transformers: Any, name: Any, hub: dict[str, Any], kwargs: dict[str,
     if given is not None:
         config, unused = given, {k: v for k, v in kwargs.items() if k != "trust_remote_code"}
     else:
-        config, unused = transformers.AutoConfig.from_pretrained(name, return_unused_kwargs=True, **hub, **kwargs)
+        with explained(name, transformers):
+            config, unused = transformers.AutoConfig.from_pretrained(name, return_unused_kwargs=True, **hub, **kwargs)
         unused.pop("trust_remote_code", None)
     if unused:
         raise ConfigError(f"from_pretrained does not know {', '.join(sorted(unused))}, nor does the configuration")

@@ -92,7 +92,10 @@ def entries_of(folder: Path) -> dict[str, Entry] | None:
     """
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        names = dict.fromkeys(json.loads(index.read_text())["weight_map"].values())
+        try:
+            names = dict.fromkeys(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as err:
+            raise ConfigError(f"{index} is no index of safetensors files: {type(err).__name__}: {err}") from err
         files = [folder / str(name) for name in names]
     elif (folder / "model.safetensors").exists():
         files = [folder / "model.safetensors"]
