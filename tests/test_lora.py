@@ -9,6 +9,7 @@ from typing import Any
 
 import peft
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import rpruntime as rp
 from rpruntime.client import client_of
+from rpruntime.models import saving
 from rpruntime.store.allocator import align
 from rpruntime.store.layout import gradient_layout, optimizer_layout
 from rpruntime.store.relocate import extents_in
@@ -270,6 +272,33 @@ def test_the_base_is_cast_and_the_adapters_are_not(tmp_path, session):
     for name, parameter in model.named_parameters():
         assert parameter.dtype == torch.float32
         assert "lora_" in name or torch.equal(parameter, before[name].float()), name
+
+
+@pytest.mark.parametrize("name", ["attention", "whole-head", "tokens"])
+def test_adapters_saved_in_another_dtype_are_those_cast(name, tmp_path, session, monkeypatch):
+    _, pipe = pair(tmp_path / "base", name, session)
+    files = ["adapter_model.safetensors"]
+    model = pipe.model
+    pipe.close()
+    if name == "attention":
+        model.add_adapter("other", LoraConfig(r=2, target_modules=["v_proj"]))
+        files.append("other/adapter_model.safetensors")
+    base = {p.data_ptr() for n, p in model.named_parameters() if ".base_layer." in n}
+    to = Tensor.to
+
+    def watched(tensor: Tensor, *rest: Any, **more: Any) -> Tensor:
+        assert tensor.data_ptr() not in base, "a weight of the base is cast"
+        return to(tensor, *rest, **more)
+
+    monkeypatch.setattr(Tensor, "to", watched)
+    saving.save(model, tmp_path / "cast", dtype=torch.bfloat16)
+    saving.save(model, tmp_path / "plain")
+    for file in files:
+        cast, plain = (safetensors.torch.load_file(tmp_path / folder / file) for folder in ("cast", "plain"))
+        assert cast.keys() == plain.keys() and cast
+        for key, value in plain.items():
+            assert torch.equal(cast[key], value.bfloat16() if value.is_floating_point() else value), key
+    assert not list((tmp_path / "cast").rglob(".*"))
 
 
 def test_saved_in_another_dtype(tmp_path, session):

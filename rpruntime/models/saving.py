@@ -75,10 +75,10 @@ def save(
 
 
 def _save_adapters(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
-    state = None
-    if dtype is not None:
-        state = {name: v.to(dtype) if v.is_floating_point() else v for name, v in model.state_dict().items()}
-    model.save_pretrained(folder, state_dict=state)
+    model.save_pretrained(folder)
+    if dtype is not None:  # of what peft has chosen: the base's weights are many, and not among it
+        for file in folder.rglob("adapter_model*.safetensors"):
+            shards.cast_file(file, dtype)
 
 
 def _save_model(model: Any, folder: Path, dtype: torch.dtype | None, max_shard_bytes: int) -> None:

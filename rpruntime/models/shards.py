@@ -179,6 +179,22 @@ def write(folder: Path, rows: Iterable[Row], *, max_shard_bytes: int) -> list[st
     return names
 
 
+def cast_file(path: Path, dtype: torch.dtype) -> None:
+    """Cast the floating tensors of a file, one at a time; what there was is replaced once the new one is complete."""
+
+    def row(name: str, entry: Entry) -> Row:
+        def read() -> torch.Tensor:
+            value = torch.empty(entry.shape, dtype=entry.dtype)
+            entry.read_into(value)
+            return value
+
+        return Row(name, entry.shape, dtype if entry.dtype.is_floating_point else entry.dtype, read)
+
+    new = path.with_name(f".{path.name}.new")
+    _write_file(new, [row(name, entry) for name, entry in _read_header(path).items()])
+    new.replace(path)
+
+
 def _write_file(path: Path, rows: list[Row]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
