@@ -21,8 +21,7 @@ from rpruntime.metrics import Sink
 from rpruntime.microbatch import merge_metrics, merge_outputs, take_labels
 from rpruntime.model import Model, check_num_microbatches
 from rpruntime.models import saving
-from rpruntime.models.generate import generate
-from rpruntime.models.parts import is_causal_lm
+from rpruntime.models.generate import generate, prompted
 from rpruntime.preparing import prepare
 from rpruntime.results import EvalResult, Loss, StepInfo
 from rpruntime.schedule.plan import ExecutionPlan
@@ -311,30 +310,29 @@ class RoundPipe:
         self,
         input_ids: Any,
         *,
+        attention_mask: Any = None,
         max_new_tokens: int = 64,
         temperature: float = 0.0,
         eos_token_id: int | Sequence[int] | None = None,
         seed: int | None = None,
     ) -> torch.Tensor:
-        """Continue prompts of one length, to look at results; every token is a full forward, without a cache.
+        """Continue prompts, to look at results; every token is a full forward, without a cache.
 
         Args:
-            input_ids: [B, S] or [S].
+            input_ids: [B, S] or [S], or what a tokenizer returns (`input_ids` and `attention_mask`).
+            attention_mask: of the same shape, 0 for padding, which has to be on the left; None: there is none.
             temperature: 0 takes the likeliest token; else tokens are drawn, with `seed`.
             eos_token_id: ends a row, which is then filled with it.
 
         Returns prompts and continuations, int64 [B, S + new] or [S + new].
+
+        Raises:
+            ConfigError: prompts that cannot be continued together, padding without a mask, or an argument out of range.
         """
-
-        def next_logits(ids: torch.Tensor) -> torch.Tensor:
-            inputs = {"input_ids": ids, "logits_to_keep": 1} if is_causal_lm(self.model) else ids
-            output = self.forward(inputs, num_microbatches=min(len(ids), self._num_microbatches))
-            logits: torch.Tensor = getattr(output, "logits", output)[:, -1]
-            return logits
-
+        next_logits, prompts = prompted(self, input_ids, attention_mask, max_new_tokens)
         return generate(
             next_logits,
-            input_ids,
+            prompts,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             eos_token_id=eos_token_id,

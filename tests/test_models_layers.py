@@ -349,6 +349,68 @@ def test_generate_is_greedy_as_the_models_own_or_drawn_by_seed():
             pipe.generate([])
 
 
+PADDED = ["llama", "gemma3", "gpt2", "mistral", "granite"]
+
+
+@pytest.mark.parametrize("family", PADDED)
+def test_generate_continues_padded_prompts_as_each_alone(family):
+    model = tiny(family)
+    rows = [batch(seed=row)["input_ids"][0, :length] for row, length in enumerate((3, 7, 5))]
+    ids = torch.stack([torch.cat([torch.zeros(7 - len(row), dtype=torch.int64), row]) for row in rows])
+    mask = torch.stack([(torch.arange(7) >= 7 - len(row)).long() for row in rows])
+    with inline() as session, rp.RoundPipe(model, num_microbatches=2, session=session) as pipe:
+        alone = [pipe.generate(row, max_new_tokens=5)[len(row) :] for row in rows]
+        for found in (
+            pipe.generate(ids, attention_mask=mask, max_new_tokens=5),
+            pipe.generate({"input_ids": ids, "attention_mask": mask.bool()}, max_new_tokens=5),
+        ):
+            assert torch.equal(found[:, :7], ids)
+            assert torch.equal(found[:, 7:], torch.stack(alone))
+        assert torch.equal(pipe.generate(ids[1], attention_mask=mask[1].tolist(), max_new_tokens=5)[7:], alone[1])
+    wanted = model.generate(
+        ids, attention_mask=mask, max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"input_ids": [[5, 6, 7], [8, 9]]}, r"different lengths are padded on the left.*padding_side = \"left\""),
+        ({"input_ids": [torch.tensor([5, 6]), torch.tensor([7])]}, "different lengths are padded on the left"),
+        ({"input_ids": [[5, 6], [0, 7]]}, r"prompt 1 is padded \(token 0\).*pass attention_mask"),
+        ({"input_ids": [[5, 6], [7, 0]]}, r"prompt 1 is padded \(token 0\)"),
+        ({"input_ids": [[5, 6], [7, 0]], "attention_mask": [[1, 1], [1, 0]]}, "prompt 1 has padding behind its tokens"),
+        ({"input_ids": [[5, 6], [0, 0]], "attention_mask": [[1, 1], [0, 0]]}, "prompt 1 has padding behind its tokens"),
+        ({"input_ids": [[5, 6]], "attention_mask": [1, 1]}, r"shape of input_ids, \[1, 2\], not \[2\]"),
+    ],
+)
+def test_prompts_that_would_be_continued_wrongly(arguments, message):
+    with inline() as session, rp.RoundPipe(tiny("llama"), session=session) as pipe:
+        with pytest.raises(rp.ConfigError, match=message):
+            pipe.generate(**arguments, max_new_tokens=1)
+
+
+def test_a_token_for_padding_that_is_none():
+    model = tiny("llama", bos_token_id=0)
+    with inline() as session, rp.RoundPipe(model, num_microbatches=1, session=session) as pipe:
+        assert pipe.generate([0, 5], max_new_tokens=1).shape == (3,)  # every prompt begins with it
+        assert pipe.generate([5, 0], attention_mask=[1, 1], max_new_tokens=1).shape == (3,)
+    with inline() as session, rp.RoundPipe(nn.Sequential(nn.Embedding(5, 5)), session=session) as pipe:
+        assert pipe.generate([[0, 1]], attention_mask=[[1, 1]], max_new_tokens=1).shape == (1, 3)
+        with pytest.raises(rp.ConfigError, match="goes with a causal LM"):
+            pipe.generate([[0, 1]], attention_mask=[[0, 1]])
+
+
+def test_more_tokens_than_the_context_holds_are_said(capfd):
+    with inline(quiet=False) as session, rp.RoundPipe(tiny("llama"), num_microbatches=1, session=session) as pipe:
+        pipe.generate([5] * 60, max_new_tokens=4)
+        assert "context" not in capfd.readouterr().err
+        for _ in range(2):
+            pipe.generate([5] * 60, max_new_tokens=5)
+        assert capfd.readouterr().err.count("60 tokens and 5 more are longer than the model's context of 64") == 1
+
+
 # --- refusals
 
 
