@@ -28,10 +28,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 import rpruntime as rp
+
+try:
+    import transformers
+except ModuleNotFoundError:
+    sys.exit("finetune.py: this needs transformers: pip install 'rpruntime[hf]'")
 
 IGNORED = -100  # the label of a token that does not count
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -43,12 +47,21 @@ LINE_EVERY_S = 2.0
 
 def read_pairs(file: Path) -> list[dict[str, str]]:
     try:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-        return [{name: str(json.loads(line)[name]) for name in ("prompt", "answer")} for line in lines]
+        lines = enumerate(file.read_text(encoding="utf-8").split("\n"), 1)
     except OSError as err:
         give_up(f"cannot read {err.filename}: {err.strerror}")
+    except UnicodeDecodeError as err:
+        give_up(f"{file} is not text in UTF-8: {err}")
+    pairs = [read_pair(line, f"line {number} of {file}") for number, line in lines if line.strip()]
+    return pairs or give_up(f'{file} is empty: it takes lines of {{"prompt": "...", "answer": "..."}}')
+
+
+def read_pair(line: str, where: str) -> dict[str, str]:
+    try:
+        row = json.loads(line)
+        return {name: str(row[name]) for name in ("prompt", "answer")}
     except (ValueError, KeyError, TypeError) as err:
-        give_up(f'{file} has a line that is not {{"prompt": "...", "answer": "..."}}: {err!r}')
+        give_up(f'{where} is not {{"prompt": "...", "answer": "..."}}: {err!r}')
 
 
 def split_pairs(pairs: list[dict[str, str]], held_out: float, seed: int) -> tuple[list, list]:
@@ -104,7 +117,8 @@ def encode(tokenizer: Any, pair: dict[str, str], longest: int) -> Example:
     answer = [*tokenizer(space + pair["answer"], add_special_tokens=False).input_ids, tokenizer.eos_token_id]
     if len(prompt) >= longest:
         give_up(
-            f"a prompt has {len(prompt)} tokens: raise --longest ({longest}) or leave it out: {pair['prompt'][:60]}"
+            f"a prompt has {len(prompt)} tokens and no answer fits behind it: raise --longest (now {longest}; the "
+            f"model's context is the limit) or leave it out: {pair['prompt'][:60]}"
         )
     return Example((prompt + answer)[:longest], ([IGNORED] * len(prompt) + answer)[:longest])
 
@@ -171,6 +185,8 @@ class Shuffled:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.epoch, self.start = state["epoch"], state["start"]
+        if self.start >= len(self.examples):  # there is less data now
+            self.epoch, self.start = self.epoch + 1, 0
 
 
 # --- model and optimizer
@@ -179,8 +195,14 @@ class Shuffled:
 def load_model(args: argparse.Namespace, pairs: list[dict[str, str]]) -> tuple[Any, Any]:
     """(model, tokenizer); the model's weights are in the host's shared memory from the start."""
     if args.model:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
-        model = rp.from_pretrained(args.model, dtype=DTYPES[args.dtype])
+        try:
+            model = rp.from_pretrained(args.model, dtype=DTYPES[args.dtype])
+            tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
+        except rp.ConfigError as err:
+            give_up(str(err))
+        except (OSError, ValueError, ImportError) as err:
+            reason = " ".join(str(err).split())[:100]
+            give_up(f"{args.model} has no tokenizer: copy tokenizer*.json from where the model was ({reason})")
     else:
         tokenizer = make_tokenizer(pairs)
         sizes = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -191,6 +213,12 @@ def load_model(args: argparse.Namespace, pairs: list[dict[str, str]]) -> tuple[A
         model = transformers.LlamaForCausalLM(config)
     if tokenizer.eos_token_id is None:
         give_up("the model's tokenizer has no token that ends a text (eos_token)")
+    if len(tokenizer) > (rows := model.get_input_embeddings().weight.shape[0]):
+        give_up(f"the tokenizer has {len(tokenizer)} tokens and the model {rows}: they are not of one model")
+    context = getattr(model.config, "max_position_embeddings", None) or args.longest
+    if context < args.longest:
+        print(f"examples are cut at {context} tokens, the model's context, and not at {args.longest}", file=sys.stderr)
+        args.longest = context
     return (add_adapters(model, args) if args.lora else model), tokenizer
 
 
@@ -274,8 +302,13 @@ def train(pipe: rp.RoundPipe, scheduler: Any, data: Shuffled, validation: list[B
     if args.save:
         pipe.register_for_checkpointing(scheduler, data)
     if args.resume:
-        first = pipe.load_checkpoint(args.save).step  # weights, optimizer, scheduler and place in the data
-        print(f"goes on behind step {first}", file=sys.stderr)
+        try:
+            first = pipe.load_checkpoint(args.save).step  # weights, optimizer, scheduler and place in the data
+        except rp.CheckpointError as err:
+            give_up(f"--resume takes a run with the same --model, --lora and --dtype: {err}")
+        left = args.steps - first
+        rest = f"{left} steps are left" if left > 0 else f"none of {args.steps} steps is left, see --steps and --epochs"
+        print(f"goes on behind step {first}: {rest}", file=sys.stderr)
     watch = Watch(args.steps, logger)
     for step in range(first + 1, args.steps + 1):
         batches = [args.cut(next(data)) for _ in range(args.accumulate)]
@@ -285,7 +318,7 @@ def train(pipe: rp.RoundPipe, scheduler: Any, data: Shuffled, validation: list[B
         info = pipe.step(max_grad_norm=args.clip or None)  # the optimizer's step and zero_grad
         scheduler.step()
         watch.note(step, info)
-        if args.save and step % args.save_every == 0:
+        if args.save and (step % args.save_every == 0 or step == args.steps):
             pipe.save_checkpoint(args.save, keep=args.keep)  # written in the background
         if validation and (step % args.eval_every == 0 or step == args.steps):
             watch.report(pipe.evaluate(validation).loss, step)
@@ -368,7 +401,7 @@ def parse_arguments() -> argparse.Namespace:
         "what comes of it": [
             ("--eval-every", int, 100, "steps between evaluations"),
             ("--log", Path, None, "folder for TensorBoard"),
-            ("--save", Path, None, "folder for checkpoints"),
+            ("--save", Path, None, "folder for checkpoints, the last one after the last step"),
             ("--save-every", int, 100, "steps between checkpoints"),
             ("--keep", int, 2, "checkpoints that are kept"),
             ("--resume", None, False, "go on from the newest checkpoint in --save; the other flags as before"),
@@ -387,6 +420,14 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.resume and not args.save:
         give_up("--resume needs --save FOLDER, where the checkpoints are")
+    if args.merge and not (args.lora and args.export):
+        give_up("--merge goes with --lora and --export FOLDER: it exports the model with its adapters added")
+    for name in ("batch", "accumulate", "num_microbatches", "eval_every", "save_every", "longest"):
+        if getattr(args, name) < 1:
+            give_up(f"--{name.replace('_', '-')} must be 1 or more, not {getattr(args, name)}")
+    for name in ("save", "export", "log"):  # not only after hours of training
+        if getattr(args, name) and getattr(args, name).is_file():
+            give_up(f"--{name} {getattr(args, name)} is a file: give a folder")
     return args
 
 

@@ -533,9 +533,9 @@ class Checkpoints:
             differences.append(f"the optimizer is {its['optimizer']} there and {mine['optimizer']} here")
         if differences:
             more = f" and {len(differences) - SHOWN_DIFFERENCES} more" if len(differences) > SHOWN_DIFFERENCES else ""
-            raise CheckpointError(
-                f"{reader.path} is of another model: {'; '.join(differences[:SHOWN_DIFFERENCES])}{more}"
-            )
+            only_dtypes = all(" has dtype " in each for each in differences)
+            what = "a run with another dtype" if only_dtypes else "another model"
+            raise CheckpointError(f"{reader.path} is of {what}: {'; '.join(differences[:SHOWN_DIFFERENCES])}{more}")
 
     def _check_registered(self, path: Path, kinds: list[str]) -> None:
         mine = [type(thing).__qualname__ for thing in self._registered]

@@ -44,9 +44,9 @@ def tokenizer(example: ModuleType, pairs: list[dict[str, str]]) -> Any:
     return example.make_tokenizer(pairs)
 
 
-def tiny_llama(tokenizer: Any) -> Any:
+def tiny_llama(tokenizer: Any, **more: Any) -> Any:
     torch.manual_seed(1)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, **more}
     special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(vocab_size=len(tokenizer), num_key_value_heads=1, **sizes, **special)
@@ -118,6 +118,9 @@ def test_the_order_goes_on_where_it_was(example: ModuleType) -> None:
     next(first)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert [next(first) for _ in range(9)] == [next(second) for _ in range(9)]
+    second.examples = names[:3]
+    second.load_state_dict({"epoch": 4, "start": 8})  # a place that less data does not have
+    assert len(next(second)) == 3 and second.epoch == 6
 
 
 @pytest.mark.parametrize(
@@ -125,11 +128,17 @@ def test_the_order_goes_on_where_it_was(example: ModuleType) -> None:
     [
         (["--data", "missing.jsonl"], "cannot read missing.jsonl: No such file or directory"),
         (["--data", "."], "cannot read .: Is a directory"),
-        (["--data", "wrong.jsonl"], 'wrong.jsonl has a line that is not {"prompt": "...", "answer": "..."}'),
-        (["--data", "empty.jsonl"], "0 lines of data leave none to train on"),
+        (["--data", "wrong.jsonl"], 'line 3 of wrong.jsonl is not {"prompt": "...", "answer": "..."}: KeyError'),
+        (["--data", "list.jsonl"], "line 1 of list.jsonl is not"),
+        (["--data", "binary.jsonl"], "binary.jsonl is not text in UTF-8"),
+        (["--data", "empty.jsonl"], "empty.jsonl is empty: it takes lines of"),
         (["--held-out", "1"], "152 lines of data leave none to train on"),
-        (["--longest", "8"], "raise --longest (8)"),
+        (["--longest", "8"], "no answer fits behind it: raise --longest (now 8"),
         (["--resume"], "--resume needs --save FOLDER"),
+        (["--merge", "--export=out"], "--merge goes with --lora and --export FOLDER"),
+        (["--eval-every", "0"], "--eval-every must be 1 or more, not 0"),
+        (["--export", "wrong.jsonl"], "--export wrong.jsonl is a file"),
+        (["--model", "none/at/all"], "there is no folder 'none/at/all'"),
     ],
 )
 def test_wrong_input(
@@ -137,7 +146,9 @@ def test_wrong_input(
 ) -> None:
     """One clear line before any process is started."""
     (tmp_path / "empty.jsonl").touch()
-    (tmp_path / "wrong.jsonl").write_text('{"prompt": "Why?"}\n')
+    (tmp_path / "wrong.jsonl").write_text('{"prompt": "Why?", "answer": "So.\\u2028"}\n\n{"prompt": "Why?"}\n')
+    (tmp_path / "list.jsonl").write_text("[1]\n")
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["finetune.py", *words])
     with pytest.raises(SystemExit) as exit_:
@@ -162,16 +173,8 @@ class Notes:
         return {step: values[name] for step, values in self.rows if name in values}
 
 
-@pytest.mark.parametrize("words", [["--dtype=fp32"], ["--packing"], ["--dtype=fp16"]], ids=["fp32", "packed", "fp16"])
-def test_any_object_is_a_logger(
-    example: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-) -> None:
-    monkeypatch.setattr(
-        sys, "argv", ["finetune.py", "--steps=8", "--eval-every=5", "--accumulate=2", "--samples=1", *words]
-    )
+def run_inline(example: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: str) -> Notes:
+    monkeypatch.setattr(sys, "argv", ["finetune.py", "--dtype=fp32", "--samples=0", *words])
     notes = Notes()
     state, threads = torch.get_rng_state(), torch.get_num_threads()
     torch.set_num_threads(1)
@@ -182,6 +185,18 @@ def test_any_object_is_a_logger(
         session.close()
         torch.set_rng_state(state)
         torch.set_num_threads(threads)
+    return notes
+
+
+@pytest.mark.parametrize("words", [["--dtype=fp32"], ["--packing"], ["--dtype=fp16"]], ids=["fp32", "packed", "fp16"])
+def test_any_object_is_a_logger(
+    example: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+) -> None:
+    steps = ["--steps=8", "--eval-every=5", "--accumulate=2", "--samples=1"]
+    notes = run_inline(example, monkeypatch, *steps, *words)
     losses = notes.of("train/loss")
     assert list(losses) == list(range(1, 9))
     assert losses[8] < losses[1] - 0.5
@@ -190,6 +205,73 @@ def test_any_object_is_a_logger(
     scales = set(notes.of("train/loss_scale").values())
     assert scales != {1.0} if "--dtype=fp16" in words else scales == {1.0}
     assert len(SAMPLE.findall(capsys.readouterr().out)) == 2
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """A model with a context of 64 tokens."""
+    folder: Path = tmp_path_factory.mktemp("base")
+    model = tiny_llama(tokenizer, max_position_embeddings=64)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_the_end_is_saved_and_can_be_gone_on_from(
+    example: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    base: Path,
+    tokenizer: Any,
+) -> None:
+    words = [f"--model={base}", f"--save={tmp_path / 'saved'}"]
+    run_inline(example, monkeypatch, *words, "--steps=3", "--save-every=2")
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["step-2", "step-3"]
+    assert "cut at 64 tokens, the model's context, and not at 512" in capsys.readouterr().err
+    notes = run_inline(example, monkeypatch, *words, "--steps=5", "--resume")
+    assert list(notes.of("train/loss")) == [4, 5]
+    assert "goes on behind step 3: 2 steps are left" in capsys.readouterr().err
+    assert run_inline(example, monkeypatch, *words, "--steps=5", "--resume").rows == []
+    assert "none of 5 steps is left" in capsys.readouterr().err
+    other = tmp_path / "other"
+    tiny_llama(tokenizer, intermediate_size=32).save_pretrained(other)
+    tokenizer.save_pretrained(other)
+    for more, sentence in (
+        (f"--model={other}", "of another model: model.layers.0.mlp.gate_proj.weight has shape"),
+        ("--dtype=bf16", "of a run with another dtype: model.embed_tokens.weight has dtype float32 there and bfloat16"),
+    ):
+        with pytest.raises(SystemExit) as exit_:
+            run_inline(example, monkeypatch, *words, "--steps=9", "--resume", more)
+        assert "--resume takes a run with the same --model, --lora and --dtype" in str(exit_.value.code)
+        assert sentence in str(exit_.value.code)
+
+
+def test_a_model_without_its_tokenizer(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Any
+) -> None:
+    tiny_llama(tokenizer).save_pretrained(tmp_path)
+    with pytest.raises(SystemExit) as exit_:
+        run_inline(example, monkeypatch, f"--model={tmp_path}")
+    assert f"{tmp_path} has no tokenizer: copy tokenizer*.json" in str(exit_.value.code)
+    small = tiny_llama(tokenizer)
+    small.resize_token_embeddings(100)
+    small.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(SystemExit) as exit_:
+        run_inline(example, monkeypatch, f"--model={tmp_path}")
+    assert f"the tokenizer has {len(tokenizer)} tokens and the model 100" in str(exit_.value.code)
+
+
+def test_a_prompt_longer_than_the_context(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, base: Path
+) -> None:
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "word " * 80, "answer": "So."}) + "\n")
+    with pytest.raises(SystemExit) as exit_:
+        run_inline(example, monkeypatch, f"--model={base}", f"--data={tmp_path / 'long.jsonl'}", "--held-out=0")
+    assert "no answer fits behind it: raise --longest (now 64; the model's context is the limit)" in str(
+        exit_.value.code
+    )
 
 
 # --- all of it, in real processes
