@@ -10,8 +10,10 @@ from torch import nn
 
 from rpruntime.control import events as ev
 from rpruntime.encoder import Encoder
+from rpruntime.losses import BUILT_IN
 from rpruntime.microbatch import CutCall, cut_call
-from rpruntime.models.parts import follow_modes
+from rpruntime.models.batches import BatchCheck
+from rpruntime.models.parts import follow_modes, is_causal_lm
 from rpruntime.results import Loss
 from rpruntime.schedule.plan import ExecutionPlan
 from rpruntime.worker.context import capture
@@ -26,6 +28,10 @@ class Calls:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._modes = self._modes_now()
+        self._check_batch: BatchCheck | None = None
+        if is_causal_lm(model.module):
+            labels = model.prepared.loss_fn in BUILT_IN
+            self._check_batch = BatchCheck(model.module, labels=labels, say_once=model.say_once)
 
     def cut(
         self,
@@ -52,6 +58,9 @@ class Calls:
             num_items=num_items,
             may_be_zero=may_be_zero,
         )
+        if self._check_batch is not None:
+            for args, kwargs, label in zip(cut.args, cut.kwargs, cut.labels, strict=True):
+                self._check_batch(args, kwargs, label)
         if cut.warning:
             self._model.say_once(cut.warning)
         return cut

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rpruntime.errors import ConfigError
-from rpruntime.models.parts import has_hooks, layers_of, refuse, unwrapped
+from rpruntime.models.parts import has_hooks, layers_of, refuse, refuse_merged, unwrapped
 from rpruntime.store.arena import dtype_name
 from rpruntime.store.layout import packed
 from rpruntime.terminal import warn
@@ -109,6 +109,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
         )
     if type(optimizer).__module__.split(".")[0] == "bitsandbytes":
         raise ConfigError(f"{type(optimizer).__name__} keeps its state on the GPU; use torch.optim.AdamW")
+    refuse_merged(model)
     known = {id(parameter) for parameter in model.parameters()}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:

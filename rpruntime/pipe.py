@@ -329,7 +329,7 @@ class RoundPipe:
         Raises:
             ConfigError: prompts that cannot be continued together, padding without a mask, or an argument out of range.
         """
-        next_logits, prompts = prompted(self, input_ids, attention_mask, max_new_tokens)
+        next_logits, prompts = prompted(self, input_ids, attention_mask)
         return generate(
             next_logits,
             prompts,

@@ -402,13 +402,58 @@ def test_a_token_for_padding_that_is_none():
             pipe.generate([[0, 1]], attention_mask=[[0, 1]])
 
 
-def test_more_tokens_than_the_context_holds_are_said(capfd):
+def test_rows_longer_than_the_context_are_said_once(capfd):
     with inline(quiet=False) as session, rp.RoundPipe(tiny("llama"), num_microbatches=1, session=session) as pipe:
         pipe.generate([5] * 60, max_new_tokens=4)
+        row = torch.full((1, 80), 5)
+        pipe.forward({"input_ids": row, "position_ids": torch.arange(80)[None] % 40})  # two examples in a row
         assert "context" not in capfd.readouterr().err
-        for _ in range(2):
-            pipe.generate([5] * 60, max_new_tokens=5)
-        assert capfd.readouterr().err.count("60 tokens and 5 more are longer than the model's context of 64") == 1
+        pipe.generate([5] * 60, max_new_tokens=8)
+        pipe.forward({"input_ids": row})
+        assert capfd.readouterr().err.count("rows longer than the model's context of 64 tokens") == 1
+
+
+IDS = batch()["input_ids"]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"input_ids": IDS + 61}, r"input_ids holds 12\d, but the model's tokens are 0 to 63: are tokenizer and"),
+        ({"input_ids": IDS - 70}, r"input_ids holds -\d+, but the model's tokens"),
+        ({"input_ids": IDS.float()}, r"whole numbers \[B, S\], not torch\.float32"),
+        ({"input_ids": IDS[0], "labels": IDS[0]}, r"\[B, S\], not torch\.int64 \[5\]: for one row, ids\[None\]"),
+        ({"labels": IDS + 61}, r"labels holds 12\d, but the model's tokens are 0 to 63 or -100"),
+        ({"labels": IDS - 103}, r"labels holds -\d\d, but the model's tokens"),
+        (
+            {"labels": IDS[:, :5]},
+            r"labels is \[2, 5\], but input_ids is \[2, 10\]: labels are the input ids, not shifted",
+        ),
+        ({"attention_mask": IDS[:, :5]}, r"attention_mask is \[2, 5\], but input_ids is \[2, 10\]"),
+    ],
+)
+@pytest.mark.parametrize("loss", [None, rp.losses.causal_lm_chunked])
+def test_batches_that_no_model_takes_are_refused_before_they_travel(change, message, loss):
+    model = tiny("llama")
+    inputs = {"input_ids": IDS, "labels": IDS.masked_fill(IDS == 5, -100), **change}
+    with (
+        inline() as session,
+        rp.RoundPipe(model, sgd(model), loss_fn=loss, num_microbatches=2, session=session) as pipe,
+    ):
+        for call in (pipe.forward_backward, lambda each: pipe.evaluate([each])):
+            with pytest.raises(rp.ConfigError, match=message) as caught:
+                call(inputs)
+            assert not hasattr(caught.value, "rp_context")
+
+
+def test_labels_of_another_loss_are_the_users_own():
+    model = tiny("llama")
+
+    def classes(output, labels):
+        return torch.nn.functional.cross_entropy(getattr(output, "logits", output)[:, -1, :3], labels)
+
+    with inline() as session, rp.RoundPipe(model, sgd(model), loss_fn=classes, session=session) as pipe:
+        assert float(pipe.forward_backward({"input_ids": IDS}, torch.tensor([0, 1, 2, 0]))) > 0
 
 
 # --- refusals

@@ -221,6 +221,23 @@ def test_adapters_after_wrapping(session: PausedSession, lora: Any, tmp_path: Pa
             pipe.save_pretrained(tmp_path)
 
 
+def test_adapters_that_are_merged_or_inside_a_plain_model(session: PausedSession, lora: Any, tmp_path: Path) -> None:
+    import peft
+
+    base = tiny("llama")
+    model = peft.get_peft_model(base, lora)
+    model.merge_adapter()
+    with pytest.raises(ConfigError, match=r"q_proj are merged into its weights.*unmerge_adapter"):
+        rp.RoundPipe(model, sgd(model), session=session)
+    with rp.RoundPipe(model, num_microbatches=2, session=session) as looks:
+        assert looks.evaluate([batch()]).loss > 0
+    model.unmerge_adapter()
+    with rp.RoundPipe(base, sgd(base), num_microbatches=2, session=session) as pipe:
+        for merge in (False, True):
+            with pytest.raises(ConfigError, match="give RoundPipe what get_peft_model returned"):
+                pipe.save_pretrained(tmp_path / "out", merge_adapters=merge)
+
+
 def test_adapters_that_are_switched(session: PausedSession, lora: Any, tmp_path: Path) -> None:
     import peft
 

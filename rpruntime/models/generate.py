@@ -33,11 +33,6 @@ class Prompts:
     mask: Tensor | None
     single: bool
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt."""
-        return self.ids.shape[1] if self.mask is None else int(self.mask.sum(1).max())
-
 
 def prompts_of(input_ids: Any, attention_mask: Any = None, *, padding: Mapping[str, Any] | None = None) -> Prompts:
     """Check what `generate` was given.
@@ -105,7 +100,7 @@ def _refuse_hidden_padding(ids: Tensor, special: Mapping[str, Any]) -> None:
 
 
 def prompted(
-    pipe: RoundPipe, input_ids: Any, attention_mask: Any, max_new_tokens: int
+    pipe: RoundPipe, input_ids: Any, attention_mask: Any
 ) -> tuple[Callable[[Tensor, Tensor | None], Tensor], Prompts]:
     """What gives `generate` the logits of a pipe's model, and the prompts. Raises ConfigError as `prompts_of`."""
     lm: Any = unwrapped(pipe.model) if is_causal_lm(pipe.model) else None
@@ -114,12 +109,6 @@ def prompted(
     if prompts.mask is not None and lm is None:
         raise ConfigError("attention_mask goes with a causal LM of transformers: give prompts of one length")
     takes_positions = lm is not None and parameters_of(lm.forward)("position_ids")
-    context = getattr(lm.config, "max_position_embeddings", None) if lm is not None else None
-    if context is not None and prompts.longest + max_new_tokens > context:
-        pipe._model.say_once(
-            f"a prompt of {prompts.longest} tokens and {max_new_tokens} more are longer than the model's context of "
-            f"{context} (max_position_embeddings): what it says beyond that is of no use with most models"
-        )
 
     def next_logits(ids: Tensor, mask: Tensor | None) -> Tensor:
         inputs: Any = ids if lm is None else {"input_ids": ids, "logits_to_keep": 1}

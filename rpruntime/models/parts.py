@@ -177,6 +177,16 @@ def refuse(model: nn.Module) -> None:
             raise ConfigError(f"the forward of {name} ({type(module).__name__}) was replaced, which would not run")
 
 
+def refuse_merged(model: nn.Module) -> None:
+    """Raises ConfigError for adapters that are merged into the weights: trained, they would get no gradient."""
+    for name, module in model.named_modules():
+        if vars(module).get("merged_adapters"):
+            raise ConfigError(
+                f"the adapters of {name} are merged into its weights, where they get no gradient: "
+                "model.unmerge_adapter() before RoundPipe"
+            )
+
+
 def _find(model: nn.Module) -> Parts:
     """The parts of a model without a preset."""
     kind = type(model).__name__

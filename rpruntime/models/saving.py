@@ -64,6 +64,11 @@ def save(
         raise ConfigError(f"dtype must be a floating torch dtype such as torch.bfloat16, not {dtype!r}")
     base: Any = unwrapped(model)
     adapted = base is not model or getattr(base, "_hf_peft_config_loaded", False)
+    if not adapted and any(_peft_kind(module) == "tuner" for module in base.modules()):
+        raise ConfigError(
+            "the model has adapters inside, but is not the peft model around them, which knows how to save them: give "
+            "RoundPipe what get_peft_model returned"
+        )
     if merge_adapters and not adapted:
         raise ConfigError("merge_adapters=True, but the model has no adapters")
     if adapted and not merge_adapters:
