@@ -3,9 +3,7 @@ parameters for the newest weights when they are not."""
 
 from __future__ import annotations
 
-import operator
 import weakref
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -30,6 +28,9 @@ class ScriptModel:
             id(p) for group in (model.optimizer.param_groups if model.optimizer else ()) for p in group["params"]
         }
         self._tree = [(m, tuple(m._modules.values()), tuple(m._parameters.values())) for m in root.modules()]
+        dicts = [each for module, _, _ in self._tree for each in (module._modules, module._parameters)]
+        self._parts = [(each, [*map(id, each.values())]) for each in dicts]
+        """Children and parameters of each module: the dict, and ids of what was in it; `_tree` keeps that alive."""
         self._names = {id(part): name for name, part in [*root.named_modules(), *root.named_parameters()]}
         self._trains = [(p, p.requires_grad) for p in model.layout.parameters.values()]
         self._adapters = [(m, _adapter_state(m)) for m, _, _ in self._tree if "_disable_adapters" in vars(m)]
@@ -43,9 +44,8 @@ class ScriptModel:
 
     def check(self) -> None:
         """Raises ConfigError if a module, a parameter or the choice of adapters has changed."""
-        for module, children, parameters in self._tree:
-            if not (_same(module._modules.values(), children) and _same(module._parameters.values(), parameters)):
-                raise ConfigError(self._what_changed(module, children, parameters) + _REMEDY)
+        if any([*map(id, now.values())] != then for now, then in self._parts):
+            raise ConfigError(self._what_changed() + _REMEDY)
         for module, state in self._adapters:
             if _adapter_state(module) != state:
                 raise ConfigError(
@@ -70,18 +70,18 @@ class ScriptModel:
         for handle in self._handles:
             handle.remove()
 
-    def _what_changed(self, module: nn.Module, children: tuple[Any, ...], parameters: tuple[Any, ...]) -> str:
-        where = self._names[id(module)]
-        for now, then in ((module._modules, children), (module._parameters, parameters)):
-            if _same(now.values(), then):
-                continue
-            for old, (name, new) in zip(then, now.items(), strict=False):
-                if new is not old:
-                    name = f"{where}.{name}" if where else name
-                    return (
-                        f"{name} was replaced after RoundPipe wrapped the model ({_kind(old)} then, {_kind(new)} now)"
-                    )
-        return f"{where or 'the model'} has more or fewer parts than when RoundPipe wrapped the model"
+    def _what_changed(self) -> str:
+        for module, children, parameters in self._tree:
+            where = self._names[id(module)]
+            for now, then in ((module._modules, children), (module._parameters, parameters)):
+                for old, (name, new) in zip(then, now.items(), strict=False):
+                    if new is not old:
+                        name = f"{where}.{name}" if where else name
+                        kinds = f"({_kind(old)} then, {_kind(new)} now)"
+                        return f"{name} was replaced after RoundPipe wrapped the model {kinds}"
+                if len(now) != len(then):
+                    return f"{where or 'the model'} has more or fewer parts than when RoundPipe wrapped the model"
+        return "a part of the model was replaced after RoundPipe wrapped it"
 
 
 _REMEDY = (
@@ -120,11 +120,6 @@ class Reading:
             "call pipe.synchronize() before model(...), model.generate, model.state_dict() or a copy of the model, or "
             "use pipe.forward, pipe.generate, pipe.save_pretrained, which take the newest"
         )
-
-
-def _same(now: Iterable[Any], then: tuple[Any, ...]) -> bool:
-    values = tuple(now)
-    return len(values) == len(then) and all(map(operator.is_, values, then))
 
 
 def _adapter_state(module: nn.Module) -> tuple[Any, ...]:
