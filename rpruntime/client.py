@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from rpruntime import looking, records
 from rpruntime.control import events as ev
-from rpruntime.control.machine import MAX_TASK_FAILURES, OPTIMIZER, ControllerMachine
+from rpruntime.control.deaths import MAX_TASK_FAILURES
+from rpruntime.control.machine import ControllerMachine
+from rpruntime.control.roster import OPTIMIZER
 from rpruntime.errors import RoundPipeError, SessionLost, WorkerDied
 from rpruntime.interrupts import uninterrupted
 from rpruntime.observer import Observer

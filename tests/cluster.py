@@ -529,7 +529,7 @@ class Controller:
         buffers = self.machine.saved_buffers(model, save)
         assert buffers is not None
         for position, found in buffers.items():
-            key = ("buffer", *self.machine._models[model].saves[save].buffers_from, position)
+            key = ("buffer", *self.machine._checkpoints.start(model, save), position)
             for extent in found.extents():
                 self.cluster.memory.check(extent, key)
         for versions, number in zip(self.machine.saved_weights(model, save), (saved.step, saved.step - 1), strict=True):
@@ -753,7 +753,7 @@ class Cluster:
         for owner in {extent.owner for extent in self.memory.live} - {self.optimizer.owner}:
             self.memory.free_all(owner)
         self.dead, self.adopted = [], []
-        settings: Any = {"incarnations": present, "retired": self.retired, "first_slot": old.machine._next_slot}
+        settings: Any = {"incarnations": present, "retired": self.retired, "first_slot": old.machine.next_slot}
         self.controller = self.roles["controller"] = Controller(self.names, self, number, **settings)
         self.met[self.controller.owner].update(present)
         self.post("controller", "optimizer", sc.ReadModelsMsg("controller", True))
@@ -868,7 +868,7 @@ class Cluster:
         """A call under a plan; None: its tasks are submitted one by one."""
         call = next(self._calls)
         machine = self.controller.machine
-        self.read[model, machine.iteration(model)] = machine._models[model].version_read()
+        self.read[model, machine.iteration(model)] = machine.version_read(model)
         write = self.memory.write
         owner = self.controller.owner
         inputs = tuple(payload(write(owner, ("act", call, m, 0))) for m in range(len(weights)))

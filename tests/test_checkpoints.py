@@ -737,7 +737,7 @@ def test_a_dropped_save_says_why_wherever_it_is(tmp_path, monkeypatch):
         def dropped(self: Any, *rest: Any) -> None:
             write(self, *rest)
             for number in list(self._running):
-                pipe._model.client.machine._models[pipe._model.number].saves.pop(number, None)
+                pipe._model.client.machine._checkpoints._drop(pipe._model.number, number)
                 self._running[number].failure = "a call before it failed"
 
         monkeypatch.setattr(Checkpoints, "_write_unit", dropped)

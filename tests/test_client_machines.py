@@ -115,8 +115,9 @@ class TaskScript(Script):
             orders.append(a_legal_task(self.rng, done, self.cluster.names, earlier))
             done.add(orders[-1])
         self.cluster.controller.handle(ev.TasksEvent(model, call, tuple(orders)))
-        self.waited += len(self.machine._waiting)
-        self.passed_on += len(self.machine._late)
+        slots = self.machine._slots
+        self.waited += sum(slots.is_waiting(slot) for slot in slots)
+        self.passed_on += sum(slots[slot].is_late for slot in slots)
         for slot, order in enumerate(orders, first):
             self.first_of[slot] = order.microbatches[0]
             self.submitted[model].append(slot)
@@ -282,7 +283,7 @@ def test_only_what_is_read_is_copied_where_the_backward_is_known():
         call = cluster.call(1, None, [1.0])
         for tasks in batches:
             cluster.controller.handle(ev.TasksEvent(1, call, tasks))
-        return [position for position, _ in cluster.controller.machine._slots[1].publish]
+        return [position for position, _ in cluster.controller.machine._slots[1].task.publish]
 
     up, last = TaskOrder("forward", range(4), (0,)), TaskOrder("fused", range(4, 6), (0,))
     down = (TaskOrder("backward", range(2, 4), (0,)), TaskOrder("backward", range(2), (0,)))

@@ -255,7 +255,7 @@ def test_close_forgets_the_model_also_where_it_raises(monkeypatch: pytest.Monkey
         monkeypatch.setattr(pipe._model, "synchronize", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             pipe.close()
-        assert pipe._model.closed and pipe._model.number not in pipe._model.client.machine._models
+        assert pipe._model.closed and not pipe._model.client.machine.has_model(pipe._model.number)
         assert "step" not in vars(pipe.optimizer)
         pipe.close()  # nothing more to do
 

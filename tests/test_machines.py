@@ -131,12 +131,12 @@ class Script:
         weights = [self.rng.choice([0.0, 1.0, 1.0, 2.0]) for _ in range(self.rng.randint(1, 4))]
         if not any(weights):
             weights[0] = 1.0
-        before = self.machine._next_slot
+        before = self.machine.next_slot
         call = self.cluster.call(model, self._plan(), weights)
         if self.failures and self.rng.random() < 0.15:
-            self.cluster.failing.add(self.rng.randrange(before, self.machine._next_slot))
+            self.cluster.failing.add(self.rng.randrange(before, self.machine.next_slot))
         if self.deaths and self.rng.random() < 0.2:
-            slot = self.rng.randrange(before, self.machine._next_slot)
+            slot = self.rng.randrange(before, self.machine.next_slot)
             self.cluster.short_of_memory.update((slot, worker.owner) for worker in self.cluster.workers)
         self.microbatches[call] = [m for m, weight in enumerate(weights) if weight]
 
@@ -168,12 +168,13 @@ class Script:
 
     def check_rest(self) -> None:
         """Nothing runs: of each unit only versions are left that a call could still read, and no commit waits."""
-        assert not self.machine._held
+        assert not any(self.machine._slots.is_held(slot) for slot in self.machine._slots)
+        assert self.machine._cancels.is_settled()
         for model in self.models:
             at_most = 2 if self.cluster.spec(model).asynchronous else 1
-            state = self.machine._models[model]
-            assert not state.leftovers and not state.steps
-            assert all(1 <= len(versions) <= at_most for versions in state.versions.values())
+            assert not self.machine.unfinished_steps(model)
+            readable = self.machine._models[model].versions.readable
+            assert all(1 <= len(versions) <= at_most for versions in readable.values())
 
     def succeed(self, *, lossy: bool) -> None:
         """The controller dies and another one goes on: what no step has taken is lost, and so far all is well."""
@@ -186,7 +187,7 @@ class Script:
         self.successions += 1
         if not steady:
             self.unsteady += 1
-        self.models = [model for model in self.models if model in self.machine._models]
+        self.models = [model for model in self.models if self.machine.has_model(model)]
         for model in self.models:
             iteration = self.machine.iteration(model)
             assert iteration <= sealed[model] and (not steady or iteration == sealed[model] or model in torn)
@@ -203,7 +204,7 @@ class Script:
 
     def _head(self, model: int) -> tuple[int, int]:
         """Whose buffers the next call reads, whichever controller ran it."""
-        place = self.machine._models[model].buffers_from
+        place = self.machine._models[model].head
         return self.origins.get((model, place), place)
 
     def detach(self) -> None:
@@ -225,15 +226,15 @@ class Script:
         """The new controller has the newest version and the buffers that belong to it, and what was kept."""
         cluster, state = self.cluster, self.machine._models[model]
         if model in self.heads:
-            for position, found in self.machine._buffers_of(state, state.buffers_from).items():
+            for position, found in state.buffers(state.head).items():
                 cluster.memory.check(found.extents()[0], ("buffer", *self.heads[model], position))
         for unit, extent in self.machine.newest_weights(model).items():
             version = iteration if cluster.spec(model).units[unit].trainable else 0
             cluster.memory.check(extent, ("weights", model, unit, version))
         for position, found in self.machine.newest_buffers(model).items():
             cluster.memory.check(found.extents()[0], ("buffer", *self.starts[model, iteration], position))
-        assert state.wanted == list(self.kept.get(model, ()))
-        if not cluster.spec(model).asynchronous or not state.wanted:
+        assert self.machine.wanted_calls(model) == self.kept.get(model, ())
+        if not cluster.spec(model).asynchronous or not self.machine.wanted_calls(model):
             assert state.version_read() == iteration
 
     def check_steps(self) -> None:
@@ -435,7 +436,7 @@ def test_outputs_that_are_being_fetched_outlive_the_failure_of_another_call():
     cluster.settle()
     controller = cluster.controller
     (output,) = controller.finished[fetched].outputs[0].extents()
-    cluster.failing.add(controller.machine._next_slot)
+    cluster.failing.add(controller.machine.next_slot)
     failed = cluster.call(1, plan, [1.0])
     cluster.settle()
     (failure,) = controller.failures
@@ -511,7 +512,7 @@ def test_a_failed_slot_of_an_unknown_call_is_answered_with_a_cancel():
     assert cluster.links["controller.1", "worker-1.1"][-1] == msgs.CancelMsg(1, 998, 998)
     cluster.settle()
     assert not cluster.controller.failures and not cluster.controller.rewound
-    assert not cluster.controller.machine._strays
+    assert cluster.controller.machine._cancels.is_settled()
 
 
 def test_what_a_cancelled_slot_passed_on_of_a_running_call_is_freed_once():

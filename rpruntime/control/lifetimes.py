@@ -6,7 +6,7 @@ last reader is gone. Several keys may name one extent (a tensor passed on unchan
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
 from rpruntime.store.handle import Extent
@@ -24,9 +24,14 @@ class _Entry:
 
 
 class Lifetimes:
-    """Readers of every live key and keys of every live extent."""
+    """Readers of every live key and keys of every live extent.
 
-    def __init__(self) -> None:
+    Args:
+        free: told of extents that nobody needs any more.
+    """
+
+    def __init__(self, free: Callable[[Iterable[Extent]], None]) -> None:
+        self._free = free
         self._entries: dict[Key, _Entry] = {}
         self._reads: dict[Reader, dict[Key, None]] = {}  # ordered, so that a replay frees in the same order
         self._naming: dict[Extent, set[Key]] = {}
@@ -36,17 +41,40 @@ class Lifetimes:
         self._entries.setdefault(key, _Entry()).readers.add(reader)
         self._reads.setdefault(reader, {})[key] = None
 
-    def publish(self, key: Key, extents: Iterable[Extent]) -> list[Extent]:
-        """The producer of `key` has committed these extents; returns what can be freed (nobody wanted it)."""
+    def publish(self, key: Key, extents: Iterable[Extent]) -> None:
+        """The producer of `key` has committed these extents; if nobody wants it, they are freed."""
         entry = self._entries.setdefault(key, _Entry())
         assert entry.extents is None, f"{key} published twice"
         entry.extents = tuple(dict.fromkeys(extents))
         for extent in entry.extents:
             self._naming.setdefault(extent, set()).add(key)
-        return self._bury(key) if not entry.readers else []
+        if not entry.readers:
+            self._free(self._bury(key))
 
-    def release(self, reader: Reader, key: Key | None = None) -> list[Extent]:
-        """`reader` is done with `key` (None: with all that it reads); returns the extents that nobody needs now."""
+    def provide(self, msg: DataReadyMsg, by: str) -> None:
+        """A value that is there before anybody runs: `by` announces and commits it at once."""
+        self.announce(msg, by)
+        self.publish(msg.key, msg.payload.extents())
+
+    def release(self, reader: Reader, key: Key | None = None) -> None:
+        """`reader` is done with `key` (None: with all that it reads)."""
+        self._free(self._release(reader, key))
+
+    def drop(self, key: Key) -> None:
+        """Forget a cancelled key with all its readers."""
+        self._free(self._drop(key))
+
+    def withdraw(self, readers: Iterable[Reader], keys: Iterable[Key]) -> list[Extent]:
+        """Release all that these readers hold, then drop these keys; returns what nobody needs now, for the caller to
+        free."""
+        freed: list[Extent] = []
+        for reader in readers:
+            freed += self._release(reader)
+        for key in keys:
+            freed += self._drop(key)
+        return freed
+
+    def _release(self, reader: Reader, key: Key | None = None) -> list[Extent]:
         held = self._reads.get(reader, {})
         keys = [key] if key is not None and key in held else ([] if key is not None else list(held))
         freed: list[Extent] = []
@@ -60,8 +88,7 @@ class Lifetimes:
             self._reads.pop(reader, None)
         return freed
 
-    def drop(self, key: Key) -> list[Extent]:
-        """Forget a cancelled key with all its readers; returns the extents that nobody needs now."""
+    def _drop(self, key: Key) -> list[Extent]:
         entry = self._entries.get(key)
         if entry is None:
             return []
@@ -101,9 +128,28 @@ class Lifetimes:
         """What a reader still holds."""
         return frozenset(self._reads.get(reader, ()))
 
+    def unpublished(self, reader: Reader) -> set[Key]:
+        """What a reader holds, besides weights, and what nobody has committed yet."""
+        return {key for key in self._reads.get(reader, ()) if key[0] != "weights" and self.extents(key) is None}
+
     def live_extents(self) -> set[Extent]:
         """Every extent that some live key names."""
         return set(self._naming)
+
+    def live_bytes(self) -> dict[str, int]:
+        """Bytes that are named, by the kind of the key; an extent that several name counts once."""
+        found: dict[str, int] = {}
+        seen: set[Extent] = set()
+        for key, entry in self._entries.items():
+            for extent in entry.extents or ():
+                if extent not in seen:
+                    seen.add(extent)
+                    found[key[0]] = found.get(key[0], 0) + extent.nbytes
+        return found
+
+    def all_readers(self) -> list[Reader]:
+        """Everybody who holds something."""
+        return [reader for reader, keys in self._reads.items() if keys]
 
     def _bury(self, key: Key) -> list[Extent]:
         entry = self._entries.pop(key)

@@ -13,6 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+OPTIMIZER = "optimizer"
+"""The role that is no worker; there is one of it and it has no replacement."""
+
 
 @dataclass(frozen=True)
 class Grave:
