@@ -369,7 +369,7 @@ class Optimizer:
             self._happened(om.CopyFailedEvent(i.model, i.save, "no room"))
             return
         saved = self.cluster.controller.saves.get((i.model, i.save))
-        if saved is not None:
+        if saved is not None and i.model in self.machine._models:  # else it was torn, and no controller asks for it
             self.cluster.memory.check(self.master[i.model, i.unit], ("weights", i.model, i.unit, saved.step))
         self.copies[i.model, i.save].add(i.unit)
         self.cluster.post(self.role, "controller", msgs.StateMsg(i.model, i.save, "snapshot", (), unit=i.unit))

@@ -275,6 +275,22 @@ def test_a_refused_batch_of_tasks_changes_nothing():
     assert call in cluster.controller.finished and not machine.missing_tasks(1)
 
 
+def test_submitting_nothing_changes_nothing():
+    cluster = Cluster(2, 0)
+    cluster.load(make_spec(1, random.Random(0), 3, asynchronous=False, grain="stage"))
+    first, last = TaskOrder("fused", range(3), (0,)), TaskOrder("fused", range(3), (1,))
+    calls = []
+    for _ in range(2):
+        calls.append(cluster.call(1, None, [1.0, 1.0]))
+        for orders in ((), (first,), (), (last,)):
+            cluster.controller.handle(ev.TasksEvent(1, calls[-1], orders))
+        cluster.settle()
+        cluster.controller.handle(ev.TasksEvent(1, calls[0], ()))  # complete, also when another call has begun
+    cluster.controller.handle(ev.StepEvent(1, ({},), None))
+    cluster.settle()
+    assert cluster.controller.steps == [(1, 0)]
+
+
 def test_only_what_is_read_is_copied_where_the_backward_is_known():
     def published(*batches: tuple[TaskOrder, ...]) -> list[int]:
         cluster = Cluster(2, 0)

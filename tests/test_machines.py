@@ -325,6 +325,7 @@ def test_deaths_and_failures_together(seed, max_task_failures):
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 10**9), st.booleans(), st.booleans())
 @example(704, False, True)  # it has not heard of a worker's death
+@example(1113, True, True)  # it has asked for a save of weights that were being restored
 def test_a_controller_that_dies_at_any_moment_loses_what_no_step_has_taken(seed, lossy, deaths):
     script = Script(seed, deaths=deaths)
     for _ in range(script.rng.choice([1, 2, 3])):

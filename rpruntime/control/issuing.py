@@ -116,6 +116,8 @@ class Issuing:
 
     def on_tasks(self, event: TasksEvent) -> None:
         """Tasks are submitted together; each goes out now, or when those that it comes after have committed."""
+        if not event.tasks:
+            return  # the optimizer would be told once more what it has to expect of a complete call
         coverage = self.check_tasks(event)
         call, model = self._calls[event.call], self._models[event.model]
         call.coverage = coverage
