@@ -111,7 +111,7 @@ class Books:
     def _on_broken(self, error: BaseException) -> None:
         self.broken = broken = self.broken or error
         self.cancel_all(lambda: broken)
-        self._model.checkpoints.fail(f"the run ended before its step was saved: {broken}")
+        self._model.checkpoints.saves.fail(f"the run ended before its step was saved: {broken}")
 
     def cancel_all(self, error: Callable[[], BaseException]) -> None:
         """Nothing that is pending will finish."""

@@ -106,7 +106,7 @@ def end(model: Model) -> None:
         model.books.cancel_all(lambda: RoundPipeError("cancelled: the pipe was closed while this was running"))
         model.figures.close()
         try:
-            model.checkpoints.finish(ending=True)
+            model.checkpoints.saves.finish(ending=True)
         finally:
             with contextlib.suppress(RoundPipeError):  # the session is gone, and the model with it
                 model.client.do(ev.ModelRemovedEvent(model.number))

@@ -36,6 +36,7 @@ from rpruntime.wire.messages import (
     ModelReadyMsg,
     ModelSpec,
     RoleFailedMsg,
+    UnitSpec,
 )
 
 UNDO_TIMEOUT_S = 5.0
@@ -48,6 +49,12 @@ def put_tensor(client: Client, tensor: torch.Tensor) -> TensorHandle:
     handle = client.arena.allocate_tensor(tuple(tensor.shape), tensor.dtype)
     client.store.tensor(handle).copy_(tensor.detach())
     return handle
+
+
+def views_of(store: Store, unit: UnitSpec, extent: Extent) -> dict[str, torch.Tensor]:
+    """Views of a master copy's parameters, by name."""
+    memory = store.bytes_of(extent)
+    return {param.name: view(memory, param.offset, param.shape, param.dtype) for param in unit.params}
 
 
 class ModelPackage:

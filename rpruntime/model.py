@@ -13,7 +13,7 @@ import torch
 from rpruntime import closing, records, succession
 from rpruntime.books import Books
 from rpruntime.calls import Calls
-from rpruntime.checkpoint import CheckpointInfo, Checkpoints, SaveHandle, read_rows
+from rpruntime.checkpoint import CheckpointInfo, Checkpoints, SaveHandle
 from rpruntime.control import events as ev
 from rpruntime.errors import ConfigError, RoundPipeError
 from rpruntime.failures import install_excepthook
@@ -26,10 +26,11 @@ from rpruntime.results import StepInfo
 from rpruntime.script_model import ScriptModel
 from rpruntime.script_optimizer import hyper_parameters, patch_optimizer
 from rpruntime.script_weights import ScriptWeights
+from rpruntime.state_reading import read_state
 from rpruntime.store.handle import Payload
 from rpruntime.store.values import put_together
 from rpruntime.terminal import say
-from rpruntime.wire.messages import ReadStateMsg, ScalerState, StateMsg
+from rpruntime.wire.messages import ScalerState
 from rpruntime.wire.succession import ModelState
 
 if TYPE_CHECKING:
@@ -347,18 +348,7 @@ class Model:
 
     def read_state(self, what: str, calls: tuple[int, ...] = ()) -> dict[tuple[int, int, str], Any]:
         """Values of the optimizer process by (unit, index, name); `what` as in `ReadStateMsg`."""
-        request = next(self._requests)
-        parts: list[StateMsg] = []
-        self.books.asked = (request, parts)
-        self.client.send("optimizer", ReadStateMsg(self.number, request, what, calls))
-        self.wait(lambda: bool(parts) and parts[-1].last, f"the optimizer's {what}")
-        self.raise_failure()
-        found: dict[tuple[int, int, str], Any] = {}
-        for msg in parts:
-            rows, extents = read_rows(self.client.store, msg)
-            found.update(rows)
-            self.client.free(extents)
-        return found
+        return read_state(self, next(self._requests), what, calls)
 
     def _check_submitted(self, what: str) -> None:
         """Raises RoundPipeError if the newest call lacks tasks."""

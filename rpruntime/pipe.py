@@ -422,7 +422,7 @@ class RoundPipe:
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Objects with `state_dict` and `load_state_dict` (scheduler, loader) that checkpoints take along, in order."""
-        self._model.checkpoints.register(objects)
+        self._model.checkpoints.script.register(objects)
 
     def save_pretrained(
         self, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None, merge_adapters: bool = False

@@ -90,7 +90,7 @@ def detach(model: Model, *, wait: bool) -> None:
             unpatch_optimizer(model.optimizer, lost=True)
         model.books.cancel_all(lambda: RoundPipeError("cancelled: this program has detached from the session"))
         model.figures.close()
-        model.checkpoints.finish(ending=True)
+        model.checkpoints.saves.finish(ending=True)
 
 
 def _leave_open(model: Model) -> None:

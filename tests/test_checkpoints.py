@@ -335,7 +335,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_differences(tmp_path)
         def refused(reason: str, built: Any, register: bool = True, **settings: Any) -> None:
             pipe = wrap(session, built, **settings)
             if not register:
-                pipe._model.checkpoints._registered.clear()
+                pipe._model.checkpoints.script.registered.clear()
             before, step = everything(pipe, built), pipe._model.client.machine.step_number(pipe._model.number)
             with pytest.raises(rp.CheckpointError, match=reason):
                 pipe.load_checkpoint(tmp_path)
@@ -432,7 +432,7 @@ def test_what_ends_a_load_half_way_keeps_its_type(tmp_path, monkeypatch, error):
         def fail(*_: Any, **__: Any) -> None:
             raise error("x")
 
-        monkeypatch.setattr(pipe._model.checkpoints, "_restore_unit", fail)
+        monkeypatch.setattr(pipe._model.checkpoints._restoring, "_restore_unit", fail)
         with pytest.raises(rp.CheckpointError if error is ValueError else error):
             pipe.load_checkpoint(tmp_path)
         kept = error if issubclass(error, rp.RoundPipeError) else rp.CheckpointError
@@ -634,7 +634,7 @@ def test_older_ones_that_cannot_be_removed_fail_no_save(tmp_path, monkeypatch):
 
     with one_thread(), inline() as session:
         pipe = wrap(session, build())
-        monkeypatch.setattr("rpruntime.checkpoint.prune", broken)
+        monkeypatch.setattr("rpruntime.checkpoint_saves.prune", broken)
         assert pipe.save_checkpoint(tmp_path, keep=1, wait=True).result() == str(tmp_path / "step-0")
         pipe.close()
 
@@ -690,8 +690,8 @@ def test_no_save_waits_for_a_step_that_an_optimizer_refused(tmp_path, threaded):
                 with pipe._model.client._changed:
                     return bool(pipe._model.client._changed.wait_for(ready, 30.0))
 
-            pipe._model.checkpoints.inline = False
-            pipe._model.checkpoints._start_writer()
+            pipe._model.checkpoints.saves.inline = False
+            pipe._model.checkpoints.saves._start_writer()
         session.paused = False
         with pytest.raises(ValueError, match="no step for you"):
             pipe.synchronize()
@@ -727,21 +727,22 @@ def test_a_save_ends_when_the_session_breaks_and_when_its_pipe_is_closed(tmp_pat
 
 
 def test_a_dropped_save_says_why_wherever_it_is(tmp_path, monkeypatch):
-    from rpruntime.checkpoint import Checkpoints
+    from rpruntime.checkpoint_filling import Filler
 
     with one_thread(), inline() as session:
         built = build()
         pipe = wrap(session, built)
-        write = Checkpoints._write_unit
+        write = Filler._write_unit
 
         def dropped(self: Any, *rest: Any) -> None:
             write(self, *rest)
-            for number in list(self._running):
+            running = pipe._model.checkpoints.saves._running
+            for number in list(running):
                 pipe._model.client.machine._checkpoints._drop(pipe._model.number, number)
-                self._running[number].failure = "a call before it failed"
+                running[number].failure = "a call before it failed"
 
-        monkeypatch.setattr(Checkpoints, "_write_unit", dropped)
-        monkeypatch.setattr(Checkpoints, "_await", lambda self, save, ready, what: None)
+        monkeypatch.setattr(Filler, "_write_unit", dropped)
+        monkeypatch.setattr(Filler, "_await", lambda self, save, ready, what: None)
         with pytest.raises(rp.CheckpointError, match="a call before it failed"):
             pipe.save_checkpoint(tmp_path, wait=True)
         pipe.close()
@@ -757,7 +758,7 @@ def test_an_interrupted_writer_does_not_take_later_saves_with_it(tmp_path, monke
             raise SystemExit
 
         monkeypatch.setattr(CheckpointWriter, "_write", interrupted)
-        saves = pipe._model.checkpoints
+        saves = pipe._model.checkpoints.saves
         with pytest.raises(SystemExit):
             pipe.save_checkpoint(tmp_path)
         saves.inline = False
