@@ -107,8 +107,7 @@ class Checkpoints:
             model = self._models[number]
             expected = {*model.versions.keys((held.step, held.version_read)), *model.buffer_keys(held.start)}
             assert self._lifetimes.reads(_reader(number, save)) == expected
-        readers = {reader for reader in self._lifetimes.all_readers() if isinstance(reader, tuple)}
-        assert {reader[1:] for reader in readers if reader[0] == "save"} <= self._saves.keys()
+        assert {holder[1:] for holder in self._lifetimes.holders("save")} <= self._saves.keys()
 
 
 def _reader(model: int, save: int) -> tuple[str, int, int]:

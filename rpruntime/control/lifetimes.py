@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from rpruntime.store.handle import Extent
 from rpruntime.wire.messages import DataReadyMsg, Key
@@ -147,9 +148,14 @@ class Lifetimes:
                     found[key[0]] = found.get(key[0], 0) + extent.nbytes
         return found
 
-    def all_readers(self) -> list[Reader]:
-        """Everybody who holds something."""
-        return [reader for reader, keys in self._reads.items() if keys]
+    def slots(self) -> set[int]:
+        """Slots that hold something (tests)."""
+        return {reader for reader, keys in self._reads.items() if keys and isinstance(reader, int)}
+
+    def holders(self, kind: str) -> set[tuple[Any, ...]]:
+        """Those that hold something as ("start", model, iteration) does, by their first word (tests)."""
+        named = [reader for reader, keys in self._reads.items() if keys and isinstance(reader, tuple)]
+        return {reader for reader in named if reader[0] == kind}
 
     def _bury(self, key: Key) -> list[Extent]:
         entry = self._entries.pop(key)

@@ -214,3 +214,5 @@ class Model:
         for number, found in self.iterations.items():
             assert held(("start", self.number, number)) == {*self.buffer_keys(found.start)}
             assert {*found.wanted} <= {*found.kept, *found.calls}
+        starts = self._lifetimes.holders("start")
+        assert {holder[2] for holder in starts if holder[1] == self.number} <= self.iterations.keys()

@@ -209,5 +209,5 @@ class Slots:
         numbers = self._slots.keys()
         assert self._held.keys() | self._waiting.keys() <= numbers
         assert all(before and before <= numbers for before in self._waiting.values())
-        assert numbers >= {reader for reader in self._lifetimes.all_readers() if isinstance(reader, int)}
+        assert numbers >= self._lifetimes.slots()
         assert all(number == slot.task.slot < self.next_number for number, slot in self._slots.items())
