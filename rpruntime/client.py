@@ -12,11 +12,11 @@ import logging
 import os
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from rpruntime import looking, records
+from rpruntime import looking
+from rpruntime.client_models import Models
 from rpruntime.control import events as ev
 from rpruntime.control.deaths import MAX_TASK_FAILURES
 from rpruntime.control.machine import ControllerMachine
@@ -27,10 +27,8 @@ from rpruntime.observer import Observer
 from rpruntime.recording import record
 from rpruntime.store.arena import Arena, Store
 from rpruntime.store.handle import by_owner, role_of
-from rpruntime.store.relocate import extents_in
 from rpruntime.store.slabs import Slabs
 from rpruntime.terminal import say
-from rpruntime.wire.codec import unpack_struct
 from rpruntime.wire.messages import (
     ForgetMsg,
     FreeMsg,
@@ -45,7 +43,7 @@ from rpruntime.wire.messages import (
     SnapshotFailedMsg,
     StateMsg,
 )
-from rpruntime.wire.succession import KeptMsg, ModelsMsg, ModelState, ReadModelsMsg
+from rpruntime.wire.succession import KeptMsg, ModelsMsg
 
 if TYPE_CHECKING:
     import torch
@@ -65,41 +63,6 @@ _FOR_LISTENERS = (
     ModelAllocatedMsg, ModelReadyMsg, StateMsg, RoleFailedMsg, SnapshotBegunMsg, SnapshotFailedMsg, RestoredMsg,
     KeptMsg,
 )  # fmt: skip
-
-
-class Models(Mapping[str, "Model"]):
-    """The models of a session by name. One that another program has left is taken over when it is asked for."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = weakref.ref(client)
-        self._taken: dict[str, Model] = {}
-
-    @property
-    def _of(self) -> Client:
-        client = self._client()
-        assert client is not None
-        return client
-
-    def __getitem__(self, name: str) -> Model:
-        loaded = self._of.loaded.get(name)
-        if loaded is not None and not loaded.closed:
-            return loaded
-        try:
-            self._taken[name] = found = self._of.take_over(name)
-        except KeyError:
-            known = ", ".join(self) or "none"
-            raise KeyError(f"no model {name!r} in session {self._of.session.name}; there: {known}") from None
-        return found
-
-    def __iter__(self) -> Iterator[str]:
-        open_ones = [name for name, model in self._of.loaded.items() if not model.closed]
-        return iter(dict.fromkeys((*open_ones, *self._of.found)))
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-    def __repr__(self) -> str:
-        return f"<models of {self._of.session.name}: {', '.join(self) or 'none'}>"
 
 
 class Client:
@@ -134,18 +97,10 @@ class Client:
         self._listeners: dict[int, Listener] = {}
         self._calls: dict[int, int] = {}
         self._next_call = first
-        self.loaded: weakref.WeakValueDictionary[str, Model] = weakref.WeakValueDictionary()
-        """The models that this program has loaded or taken over, by name."""
-        self.found: dict[str, ModelState] = {}
-        """Those that other programs have left and this one has not taken over."""
         self.models = Models(self)
-        """All of them, by name."""
-        self._answer: ModelsMsg | None = None
-        self._has_asked = self._has_looked = False
-        """Whether the optimizer was asked for the session's models, and whether they are in `found`."""
+        """By name."""
         self.checkpoints: dict[str, str] = {}
         """Of each pipe, by name, the newest checkpoint that this run has completed or loaded."""
-        self._next_model = 0
         self._broken: BaseException | None = None
         self._closed = False
         self._pid = os.getpid()
@@ -202,42 +157,7 @@ class Client:
 
     def find_models(self) -> None:
         """Learn what earlier controllers of the session have left; once. After an interrupt, call it again."""
-        if self._has_looked:
-            return
-        self.wait_roles()
-        with uninterrupted():
-            if not self._has_asked:
-                self.send(OPTIMIZER, ReadModelsMsg("controller", True))
-            self._has_asked = True
-        self.wait(lambda: self._answer is not None, "the session's models")
-        assert self._answer is not None
-        with uninterrupted():
-            for row in self._answer.models:
-                self._next_model = max(self._next_model, row.model)
-                if row.state is not None:
-                    self.found[row.name] = unpack_struct(bytes(self.store.tensor(row.state).numpy()))
-                    self.free({row.state.extent})
-            self._has_looked = True
-
-    def take_over(self, name: str) -> Model:
-        """Go on with a model that another program has left. Raises KeyError: there is none of this name."""
-        from rpruntime.model import Model
-
-        state = self.found[name]
-        prepared = records.load_model(self.session.folder, state.model)
-        model = Model(self, prepared, state)
-        del self.found[name]
-        return model
-
-    def drop_found(self, name: str) -> bool:
-        """Forget a model that another program has left; False: there is none."""
-        state = self.found.pop(name, None)
-        if state is None:
-            return False
-        self.free(extents_in((state.buffers, state.head)))
-        self.do(ev.ModelUndoneEvent(state.model))
-        records.remove(self.session.folder, state.model)
-        return True
+        self.models.find()
 
     def detach(self, wait: bool = True) -> None:
         """Leave the session; in a served one the models stay. `wait`: as `Model.detach`.
@@ -247,7 +167,7 @@ class Client:
         """
         if self._closed:
             return
-        models = [model for model in self.loaded.values() if not model.closed]
+        models = [model for model in self.models.loaded.values() if not model.closed]
         if not self.session.served:
             for model in models:
                 model.close()
@@ -323,8 +243,7 @@ class Client:
         """A number for a new model (None), whose messages and instructions go to `listener`, under the lock."""
         with self.lock:
             if model is None:
-                self._next_model += 1
-                model = self._next_model
+                model = self.models.new_number()
             self._listeners[model] = listener
             return model
 
@@ -458,7 +377,7 @@ class Client:
                 if msg.model in (model, -1):
                     listener(msg)
         elif isinstance(msg, ModelsMsg):
-            self._answer = msg
+            self.models.on_answer(msg)
         elif isinstance(msg, ProtocolErrorMsg):
             log.error("%s did not understand a message: %s", msg.role, msg.error)
         else:

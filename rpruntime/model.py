@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rpruntime import closing, records, succession
+from rpruntime import closing, opening, records, succession
 from rpruntime.books import Books
 from rpruntime.calls import Calls
 from rpruntime.checkpoint import CheckpointInfo, Checkpoints, SaveHandle
@@ -18,10 +18,10 @@ from rpruntime.control import events as ev
 from rpruntime.errors import ConfigError, RoundPipeError
 from rpruntime.failures import install_excepthook
 from rpruntime.iteration import Events, Iteration
-from rpruntime.loading import Loader, Loan, ModelPackage, initial_buffers
+from rpruntime.loading import Loan, ModelPackage
 from rpruntime.metrics import Figures
 from rpruntime.microbatch import take_labels
-from rpruntime.preparing import Prepared
+from rpruntime.preparing import Prepared, check_num_microbatches
 from rpruntime.results import StepInfo
 from rpruntime.script_model import ScriptModel
 from rpruntime.script_optimizer import hyper_parameters, patch_optimizer
@@ -35,8 +35,6 @@ from rpruntime.wire.succession import ModelState
 
 if TYPE_CHECKING:
     from rpruntime.client import Client
-
-MAX_MICROBATCHES = 4096
 
 
 class Model:
@@ -61,6 +59,20 @@ class Model:
         on_note: gets `NoteTimes` and `NoteShortage`, under the client's lock.
     """
 
+    number: int
+    """In its session."""
+    seed: int
+    loan: Loan
+    """Weights that were in the session's memory before."""
+    package: ModelPackage | None
+    """What the processes load; replacements of workers read it. None: another program has made it."""
+    weights: ScriptWeights
+    script: ScriptModel
+    checkpoints: Checkpoints
+    calls: Calls
+    figures: Figures
+    _listener: Callable[[Any], None]
+
     def __init__(self, client: Client, prepared: Prepared, found: ModelState | None = None) -> None:
         self.closed = True  # until it is loaded
         self.client = client
@@ -72,14 +84,14 @@ class Model:
         self.prepared = prepared
         self._quiet = bool(client.session.config.get("quiet"))
         self._said: set[str] = set()
-        self._replace_older(found)
+        opening.replace_older(self, found)
         self.books = Books(self)
         self._requests = itertools.count(1)
         self.synchronized = False
         self.state_is_kept = False
         install_excepthook()
         if found is None:
-            self._load(prepared)
+            opening.load(self, prepared)
         else:
             succession.take_over(self, prepared.recompute, found)
             self._user_state = records.load_part(client.session.folder, self.number, "user_state", {})
@@ -91,89 +103,6 @@ class Model:
 
     def __repr__(self) -> str:
         return f"<Model {self.name}, {len(self.layout.layers)} layers{', closed' * self.closed}>"
-
-    def _replace_older(self, found: ModelState | None) -> None:
-        models = self.client.loaded
-        if found is None and self.client.drop_found(self.name):
-            self.say(
-                f"model {self.name!r}, left by another program, is made anew; RoundPipe.attach would go on with it"
-            )
-        older = models.get(self.name)
-        if older is not None and not older.closed:
-            self.say(f"pipe {self.name!r} is made again: the older one is closed (pass name= to have two)")
-            try:
-                older.close()
-            except Exception:
-                if older.books.broken is None:  # else it has been raised before
-                    raise
-        ids = set(map(id, self.layout.parameters.values()))
-        for other in list(models.values()):
-            if not other.closed and not ids.isdisjoint(map(id, other.layout.parameters.values())):
-                raise ConfigError(
-                    f"pipe {other.name!r} has parameters of this model already, and both would write them back at "
-                    "their end: close it first, or use it for both"
-                )
-        models[self.name] = self
-
-    def _load(self, prepared: Prepared) -> None:
-        client = self.client
-        loader = Loader(client, self.layout, self._quiet)
-        self.loan = Loan(client, self.layout, keep=self.optimizer is None)
-        try:
-            loader.check_memory(self.optimizer, self.asynchronous, self.loan.nbytes)
-        except BaseException:
-            self.loan.cancel()
-            raise
-        self._listener: Callable[[Any], None] = loader.on_message
-        self.number = client.add_listener(lambda msg: self._listener(msg))
-        package: ModelPackage | None = None
-        scaler = self._scaler_state()
-        self.seed = torch.initial_seed() if prepared.seed is None else prepared.seed
-        try:
-            if client.session.served:
-                records.save_model(client.session.folder, self.number, prepared)
-            package = ModelPackage(
-                client,
-                self.layout,
-                self.optimizer,
-                prepared.loss_fn,
-                model=self.number,
-                name=self.name,
-                seed=self.seed,
-                recompute=prepared.recompute,
-                asynchronous=self.asynchronous,
-                cast=prepared.cast,
-                scaler=scaler,
-                lent=self.loan.extents,
-            )
-            client.wait_roles()
-            allocated = loader.run(package)
-        except BaseException:
-            if package is not None:
-                loader.undo(package)
-            client.remove_listener(self.number)
-            self.loan.cancel()
-            raise
-        self.package: ModelPackage | None = package  # replacements of workers read it
-        self.checkpoints = Checkpoints(self)
-        self._listener = self.books.on_message
-        self.calls = Calls(self)
-        client.do(
-            ev.ModelAddedEvent(
-                model=self.number,
-                units=tuple(self.layout.units),
-                layer_units=tuple(tuple(units) for units in self.layout.layer_units),
-                buffers=initial_buffers(client, self.layout),
-                grain=prepared.recompute,
-                asynchronous=self.asynchronous,
-                master=allocated.master,
-                loss_scale=1.0 if scaler is None else scaler.scale,
-            )
-        )
-        self.weights = ScriptWeights(self, dict(enumerate(allocated.master)))
-        self.script = ScriptModel(self)
-        self.figures = Figures(self)
-        self.loan.begin()
 
     def remember(self, part: str, value: Any) -> None:
         """Write down what only this program knows, for the one that goes on with the model in a served session."""
@@ -408,10 +337,6 @@ class Model:
             )
         self.act(lambda: ev.SetScalerEvent(self.number, state, previous))
 
-    def _scaler_state(self) -> ScalerState | None:
-        scaler = self.grad_scaler
-        return scaler._state if scaler is not None and scaler.is_enabled() else None
-
     # --- weights
 
     def synchronize(self) -> None:
@@ -577,11 +502,3 @@ class Model:
         if line not in self._said:
             self._said.add(line)
             self.say(line)
-
-
-def check_num_microbatches(count: Any) -> None:
-    """Raises ConfigError for a number of micro-batches that no call may have."""
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ConfigError(f"num_microbatches must be a positive integer, not {count!r}")
-    if count > MAX_MICROBATCHES:
-        raise ConfigError(f"num_microbatches is {count}; {MAX_MICROBATCHES} at most, more calls a step do the rest")

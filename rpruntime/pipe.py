@@ -19,10 +19,10 @@ from rpruntime.control import events as ev
 from rpruntime.errors import ConfigError
 from rpruntime.metrics import Sink
 from rpruntime.microbatch import merge_metrics, merge_outputs, take_labels
-from rpruntime.model import Model, check_num_microbatches
+from rpruntime.model import Model
 from rpruntime.models import saving
 from rpruntime.models.generate import generate, prompted
-from rpruntime.preparing import prepare
+from rpruntime.preparing import check_num_microbatches, prepare
 from rpruntime.results import EvalResult, Loss, StepInfo
 from rpruntime.schedule.plan import ExecutionPlan
 from rpruntime.terminal import saying

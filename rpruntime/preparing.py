@@ -15,6 +15,7 @@ from rpruntime.layout import ModelLayout, check_model, check_optimizer, lay_out
 from rpruntime.models.parts import is_causal_lm
 from rpruntime.scaler import GradScaler, choose_scaler
 
+MAX_MICROBATCHES = 4096
 _RECOMPUTE = ("stage", "layer")
 
 
@@ -106,3 +107,11 @@ def prepare(
             "requires_grad before wrapping the model, or pass optimizer=None to evaluate only"
         )
     return prepared
+
+
+def check_num_microbatches(count: Any) -> None:
+    """Raises ConfigError for a number of micro-batches that no call may have."""
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ConfigError(f"num_microbatches must be a positive integer, not {count!r}")
+    if count > MAX_MICROBATCHES:
+        raise ConfigError(f"num_microbatches is {count}; {MAX_MICROBATCHES} at most, more calls a step do the rest")

@@ -441,7 +441,7 @@ class Session:
         if self.closed or os.getpid() != self._pid:
             return
         if self.client is not None and self.served:
-            for model in list(self.client.loaded.values()):
+            for model in list(self.client.models.loaded.values()):
                 try:
                     model.detach()
                 except Exception as err:
