@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import itertools
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -23,6 +26,7 @@ from rpruntime.optimizer.machine import OptimizerMachine
 from rpruntime.recording import replay
 from rpruntime.worker.machine import WorkerMachine
 from tests.leaks import no_leaks, wait_until
+from tests.reference import one_thread
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "tests" / "scripts"
@@ -38,7 +42,11 @@ def environment(watch, **more: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT), **watch.environ, **more}
 
 
-def run_script(script: Path, *flags: str, launcher: bool = True, **more: str) -> subprocess.CompletedProcess[str]:
+def run_script(
+    script: Path, *flags: str, launcher: bool = True, cores: int = 0, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script to its end, with all that it starts, on so many cores if that is said."""
+    allowed = sorted(os.sched_getaffinity(0))[:cores]
     with no_leaks(within_s=10.0) as watch:
         return subprocess.run(
             command(script, *flags, launcher=launcher),
@@ -46,6 +54,7 @@ def run_script(script: Path, *flags: str, launcher: bool = True, **more: str) ->
             capture_output=True,
             text=True,
             timeout=100,
+            preexec_fn=(lambda: os.sched_setaffinity(0, allowed)) if allowed else None,
         )
 
 
@@ -54,12 +63,31 @@ def result_of(run: subprocess.CompletedProcess[str]) -> dict:
     return json.loads(run.stdout.splitlines()[-1])
 
 
+def inline_result(script: Path, **more: str) -> dict:
+    """What a script's last line says when it runs in this process, with an inline session."""
+    with pytest.MonkeyPatch.context() as patch, one_thread(), rp.init("inline", quiet=True):
+        for name, value in more.items():
+            patch.setenv(name, value)
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            runpy.run_path(str(script), run_name="__main__")
+    found: dict = json.loads(out.getvalue().splitlines()[-1])
+    return found
+
+
+def both_modes(**more: str) -> dict[str, dict]:
+    """The numbers of `train_small.py` inline."""
+    script = SCRIPTS / "train_small.py"
+    return {"sync": inline_result(script, **more), "async": inline_result(script, SCRIPT_ASYNC="1", **more)}
+
+
 @pytest.fixture(scope="module")
 def inline_results() -> dict[str, dict]:
-    found = {}
-    for mode, more in (("sync", {}), ("async", {"SCRIPT_ASYNC": "1"})):
-        found[mode] = result_of(run_script(SCRIPTS / "train_small.py", "--devices", "inline", **more))
-    return found
+    return both_modes()
+
+
+@pytest.mark.slow
+def test_inline_under_rplaunch_gives_the_numbers_of_inline_in_this_process(inline_results):
+    assert result_of(run_script(SCRIPTS / "train_small.py", "--devices", "inline")) == inline_results["sync"]
 
 
 def test_three_workers_give_the_numbers_of_inline_and_a_run_replays(inline_results, tmp_path):
@@ -162,6 +190,7 @@ def test_first_loss_comes_within_15_seconds_and_nothing_is_silent_for_two(tmp_pa
 # --- ends that are not clean
 
 
+@pytest.mark.slow  # a quick one with more of it is in test_deaths.py
 def test_a_killed_worker_is_named_with_its_signal(tmp_path):
     script = tmp_path / "kill.py"
     script.write_text(
@@ -184,58 +213,89 @@ def test_a_killed_worker_is_named_with_its_signal(tmp_path):
     assert run.stdout.splitlines()[-1] == "True", "the parameters stay readable"
 
 
-@pytest.mark.parametrize("where", ["forward", "loss", "backward", "unpicklable", "init"])
-def test_the_users_exception_reaches_the_script(tmp_path, where):
-    script = tmp_path / "raises.py"
-    script.write_text(
-        "import sys, threading, torch, rpruntime as rp\n"
-        f"WHERE = {where!r}\n"
-        "class Odd(Exception):\n"
-        "    def __init__(self, a, *, b):\n"
-        "        super().__init__(f'odd {a}')\n"
-        "        self.lock = threading.Lock()\n"
-        "KINDS = (Odd, ArithmeticError, IndexError, KeyError)\n"
-        "class Back(torch.autograd.Function):\n"
-        "    @staticmethod\n"
-        "    def forward(ctx, x): return x.clone()\n"
-        "    @staticmethod\n"
-        "    def backward(ctx, g): raise KeyError('in backward')\n"
-        "class Layer(torch.nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.broken = False\n"
-        "        self.linear = torch.nn.Linear(4, 4)\n"
-        "    def __setstate__(self, state):\n"
-        "        super().__setstate__(state)\n"
-        "        if WHERE == 'init': raise LookupError('cannot be built there')\n"
-        "    def forward(self, x):\n"
-        "        if WHERE == 'forward': raise ArithmeticError('in forward')  # THE LINE\n"
-        "        if WHERE == 'unpicklable': raise Odd(1, b=2)\n"
-        "        return Back.apply(self.linear(x)) if WHERE == 'backward' else self.linear(x)\n"
-        "def loss(out, y):\n"
-        "    if WHERE == 'loss': raise IndexError('in loss')\n"
-        "    return ((out - y) ** 2).mean()\n"
-        "m = torch.nn.Sequential(torch.nn.Linear(4, 4), Layer(), torch.nn.Linear(4, 1))\n"
-        "p = rp.RoundPipe(m, torch.optim.SGD(m.parameters(), lr=0.1), loss_fn=loss, num_microbatches=2)\n"
-        "try:\n"
-        "    float(p.forward_backward(torch.ones(8, 4), torch.ones(8, 1)))\n"
-        "except KINDS as err:\n"
-        "    c = err.rp_context\n"
-        "    print(type(err) in KINDS, c.layer, c.phase, c.micro_batch, c.step)\n"
-        "    raise\n"
-    )
+RAISES = """
+import json, sys, threading, torch, rpruntime as rp
+WHERE = ""
+class Odd(Exception):
+    def __init__(self, a, *, b):
+        super().__init__(f"odd {a}")
+        self.lock = threading.Lock()
+KINDS = (Odd, ArithmeticError, IndexError, KeyError)
+class Back(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x.clone()
+    @staticmethod
+    def backward(ctx, g): raise KeyError("in backward")
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.where = WHERE
+        self.linear = torch.nn.Linear(4, 4)
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        if self.where == "init": raise LookupError("cannot be built there")
+    def forward(self, x):
+        if self.where == "forward": raise ArithmeticError("in forward")  # THE LINE
+        if self.where == "unpicklable": raise Odd(1, b=2)
+        return Back.apply(self.linear(x)) if self.where == "backward" else self.linear(x)
+def loss(out, y):
+    if loss.where == "loss": raise IndexError("in loss")
+    return ((out - y) ** 2).mean()
+def train():
+    loss.where = WHERE
+    m = torch.nn.Sequential(torch.nn.Linear(4, 4), Layer(), torch.nn.Linear(4, 1))
+    p = rp.RoundPipe(m, torch.optim.SGD(m.parameters(), lr=0.1), loss_fn=loss, num_microbatches=2, name=WHERE)
+    float(p.forward_backward(torch.ones(8, 4), torch.ones(8, 1)))
+def said(*words):
+    print(*words, file=sys.stderr, flush=True)
+for WHERE in ("forward", "loss", "backward", "unpicklable", "init"):
+    said("####", WHERE)
+    try:
+        train()
+    except KINDS as err:
+        c = err.rp_context
+        print(WHERE, type(err) in KINDS, c.layer, c.phase, c.micro_batch, c.step)
+        sys.excepthook(type(err), err, err.__traceback__)
+    except LookupError as err:
+        sys.excepthook(type(err), err, err.__traceback__)
+WHERE = "forward"
+said("#### uncaught")
+train()
+"""
+
+
+@pytest.fixture(scope="module")
+def raising(tmp_path_factory) -> tuple[dict[str, str], dict[str, str]]:
+    """One session in which user code raises at every place; by place, what was printed and what stderr showed."""
+    script = tmp_path_factory.mktemp("raising") / "raises.py"
+    script.write_text(RAISES)
     run = run_script(script, "--devices", "cpu:2")
     assert run.returncode == 1, run.stderr
-    if where == "init":
-        assert "LookupError: cannot be built there" in run.stderr
-        return
-    kind = {"forward": "ArithmeticError", "loss": "IndexError", "backward": "KeyError", "unpicklable": "Odd"}[where]
-    phase = {"forward": "forward", "loss": "loss", "backward": "backward", "unpicklable": "forward"}[where]
-    layer = "None" if where == "loss" else "1"
-    assert run.stdout.splitlines()[-1] == f"True {layer} {phase} 0 0", run.stdout + run.stderr
-    assert kind in run.stderr and "raises.py" in run.stderr
-    assert "micro-batch 1/2" in run.stderr and "step 0" in run.stderr
-    assert "rpruntime/pipe.py" not in run.stderr, "none of our lines unless --debug"
+    printed = dict(line.split(" ", 1) for line in run.stdout.splitlines())
+    shown = dict(part.split("\n", 1) for part in run.stderr.split("#### ")[1:])
+    return printed, shown
+
+
+@pytest.mark.parametrize(
+    "where, kind, phase, layer",
+    [
+        ("forward", "ArithmeticError", "forward", 1),
+        ("loss", "IndexError", "loss", None),
+        ("backward", "KeyError", "backward", 1),
+        ("unpicklable", "Odd", "forward", 1),
+    ],
+)
+def test_the_users_exception_reaches_the_script(raising, where, kind, phase, layer):
+    printed, shown = raising
+    assert printed[where] == f"True {layer} {phase} 0 0", printed
+    for place in (where, *(["uncaught"] if where == "forward" else [])):
+        assert kind in shown[place] and "raises.py" in shown[place]
+        assert "micro-batch 1/2" in shown[place] and "step 0" in shown[place]
+        assert "rpruntime/pipe.py" not in shown[place], "none of our lines unless --debug"
+
+
+def test_an_exception_while_a_model_is_built_there_reaches_the_script(raising):
+    assert "LookupError: cannot be built there" in raising[1]["init"]
 
 
 def test_a_shared_memory_mount_that_is_too_small_is_refused_before_anything_is_loaded(tmp_path):
@@ -294,6 +354,26 @@ def test_two_models_train_in_one_session(session):
         values = [float(loss) for loss in losses[pipe.name]]
         assert values == sorted(values, reverse=True) and values[0] > values[-1]
         pipe.close()
+
+
+def test_an_interrupt_raised_in_a_layer_reaches_the_script_and_ends_no_process(session):
+    class Rude(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if (x.abs() > 1e6).any():
+                raise KeyboardInterrupt
+            return x
+
+    model = nn.Sequential(nn.Linear(2, 1), Rude())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    y = torch.ones(2, 1)
+    with rp.RoundPipe(model, optimizer, loss_fn=nn.functional.mse_loss, num_microbatches=2, session=session) as pipe:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            float(pipe.forward_backward(torch.full((2, 2), 1e9), y))
+        assert caught.value.rp_context.layer == 1
+        assert float(pipe.forward_backward(torch.ones(2, 2), y)) >= 0
+        pipe.step()
+    roles = json.loads((session.folder / "session.json").read_text())["roles"]
+    assert {(row["state"], row["incarnation"]) for row in roles.values()} == {("ready", 1)}
 
 
 @pytest.mark.parametrize("pin", [False, True])

@@ -1,5 +1,8 @@
 """A worker that ends itself at a chosen moment; every other role runs as always.
 
+    PYTHONPATH=tests/fakes/dying:...                             workers that the fork server forks
+    RPRUNTIME_CHILD_COMMAND="python tests/fakes/dying_worker.py" processes that are started without it
+
 DYING holds rules as JSON: [{"role": "worker-0", "incarnation": 1, "moment": "fused", "count": 2, "how": "kill"}, ...].
 A process dies at the `count`-th time (1 is the first) that it comes to the moment:
 
@@ -22,13 +25,20 @@ import time
 from collections import Counter
 from typing import Any
 
-ROLE, INCARNATION = os.environ["RPRUNTIME_ROLE"], int(os.environ["RPRUNTIME_INCARNATION"])
-RULES = [
-    rule
-    for rule in json.loads(os.environ.get("DYING", "[]"))
-    if rule["role"] == ROLE and rule.get("incarnation", 1) in (INCARNATION, 0)
-]
+rules: list[dict[str, Any]] = []
+"""Those of this process."""
 came: Counter[str] = Counter()
+
+
+def begin() -> None:
+    """A worker's first line: read who this process is and when it is to die."""
+    role, incarnation = os.environ["RPRUNTIME_ROLE"], int(os.environ["RPRUNTIME_INCARNATION"])
+    for rule in json.loads(os.environ.get("DYING", "[]")):
+        if rule["role"] == role and rule.get("incarnation", 1) in (incarnation, 0):
+            rules.append(rule)
+    come_to("start")
+    if rules:
+        arm()
 
 
 def die(how: str) -> None:
@@ -47,7 +57,7 @@ def die(how: str) -> None:
 
 def come_to(moment: str) -> None:
     came[moment] += 1
-    for rule in RULES:
+    for rule in rules:
         if rule["moment"] == moment and rule.get("count", 1) == came[moment]:
             die(rule.get("how", "kill"))
 
@@ -96,10 +106,9 @@ def arm() -> None:
     Mailbox.send = sending  # type: ignore[method-assign]
 
 
-if ROLE == "optimizer":
-    runpy.run_module("rpruntime.optimizer", run_name="__main__")
-else:
-    come_to("start")
-    if RULES:
-        arm()
-    runpy.run_module("rpruntime.worker", run_name="__main__")
+if __name__ == "__main__":
+    if os.environ["RPRUNTIME_ROLE"] == "optimizer":
+        runpy.run_module("rpruntime.optimizer", run_name="__main__")
+    else:
+        begin()
+        runpy.run_module("rpruntime.worker", run_name="__main__")
