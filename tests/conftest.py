@@ -1,12 +1,20 @@
-"""Fixtures of tests that train inline."""
+"""Fixtures of tests that train inline, and how much hypothesis tries."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
+from tests.examples import FULL, QUICK
 from tests.reference import PausedSession, inline, one_thread
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test module is imported: decorators ask for the profile."""
+    if not config.getoption("hypothesis_profile", None):
+        settings.load_profile(QUICK if config.getoption("markexpr") == "not slow" else FULL)
 
 
 @pytest.fixture(scope="module")

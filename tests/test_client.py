@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ from rpruntime import ExecutionPlan
 from rpruntime.client import client_of
 from rpruntime.control.coverage import Coverage
 from rpruntime.iteration import FailureEvent, LossEvent, StepEvent, TaskEvent
+from tests.examples import examples
 from tests.reference import inline
 from tests.test_client_machines import a_legal_task
 
@@ -97,7 +98,7 @@ def trained_by_a_pipe(*, asynchronous: bool, steps: int = 3) -> tuple[list[float
     return found, copy.deepcopy(model.state_dict())
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(st.integers(0, 10**9), st.booleans())
 def test_any_legal_order_of_single_micro_batches_gives_the_numbers_of_a_pipe(seed, asynchronous):
     rng = random.Random(seed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rpruntime.control import events as ev
@@ -13,6 +13,7 @@ from rpruntime.control.coverage import Coverage, TaskOrder, spelled
 from rpruntime.control.tasks import slabs_in_order
 from rpruntime.errors import ConfigError
 from tests.cluster import Cluster, make_spec
+from tests.examples import examples
 from tests.test_machines import Script
 
 
@@ -149,7 +150,7 @@ class TaskScript(Script):
         assert done == slots or self.cluster.controller.cancelled
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.integers(0, 10**9))
 @example(1552)  # buffers of the first call come before the note that the model is new
 def test_tasks_submitted_in_any_legal_order_give_the_sums_of_a_plan(seed):
@@ -161,7 +162,7 @@ def test_tasks_submitted_in_any_legal_order_give_the_sums_of_a_plan(seed):
     script.finish()
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.integers(0, 10**9))
 def test_the_same_when_workers_die(seed):
     script = TaskScript(seed, deaths=True)
@@ -173,7 +174,7 @@ def test_the_same_when_workers_die(seed):
     script.finish()
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.integers(0, 10**9), st.booleans())
 @example(799, False)  # inference between two calls of the iteration that is given up
 @example(72, False)  # inference before them

@@ -6,7 +6,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rpruntime.control import events as ev
@@ -15,6 +15,7 @@ from rpruntime.schedule.plan import ExecutionPlan
 from rpruntime.store.handle import Extent
 from rpruntime.wire import messages as msgs
 from tests.cluster import ERROR, Cluster, make_spec, payload, random_plan
+from tests.examples import examples
 
 
 class Script:
@@ -276,7 +277,7 @@ class Script:
             assert sorted(backward) == [(m, p) for m in active for p in range(self.num_layers)]
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.integers(0, 10**9))
 def test_any_order_of_events_gives_the_same_sums_and_leaks_nothing(seed):
     script = Script(seed)
@@ -286,7 +287,7 @@ def test_any_order_of_events_gives_the_same_sums_and_leaks_nothing(seed):
     script.finish()
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.integers(0, 10**9))
 def test_a_failed_call_cancels_what_followed_and_nothing_else(seed):
     script = Script(seed, failures=True)
@@ -299,7 +300,7 @@ def test_a_failed_call_cancels_what_followed_and_nothing_else(seed):
     script.finish()
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.integers(0, 10**9))
 def test_workers_that_die_at_any_moment_change_no_sum_and_leak_nothing(seed):
     script = Script(seed, deaths=True)
@@ -310,7 +311,7 @@ def test_workers_that_die_at_any_moment_change_no_sum_and_leak_nothing(seed):
     script.finish()
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.integers(0, 10**9), st.sampled_from([1, 2, 1000]))
 def test_deaths_and_failures_together(seed, max_task_failures):
     script = Script(seed, failures=True, deaths=True, max_task_failures=max_task_failures)
@@ -322,7 +323,7 @@ def test_deaths_and_failures_together(seed, max_task_failures):
     script.finish()
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.integers(0, 10**9), st.booleans(), st.booleans())
 @example(704, False, True)  # it has not heard of a worker's death
 @example(1113, True, True)  # it has asked for a save of weights that were being restored
@@ -343,7 +344,7 @@ def test_a_controller_that_dies_at_any_moment_loses_what_no_step_has_taken(seed,
     script.finish()
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.integers(0, 10**9), st.booleans())
 @example(3809, False)  # the second one to leave buffers of an open iteration
 def test_a_controller_that_detaches_leaves_its_sums_to_the_next_one(seed, deaths):
@@ -469,7 +470,7 @@ def test_a_slot_that_ends_two_processes_is_blamed_once_with_the_first_cause():
     assert again in cluster.controller.finished
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.integers(0, 10**9))
 def test_models_may_be_given_up_at_any_moment(seed):
     script = Script(seed)
@@ -567,7 +568,7 @@ def test_what_a_cancelled_slot_passed_on_of_a_running_call_is_freed_once():
 
 
 @pytest.mark.slow
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(st.integers(0, 10**9), st.booleans(), st.booleans())
 @pytest.mark.timeout(900)
 def test_many_more_orders(seed, failures, deaths):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -448,7 +448,6 @@ def calls(draw: st.DrawFn) -> tuple[Any, int, int]:
     return (tree, rows_tensor(rows, 2)), rows, draw(st.integers(1, 11))
 
 
-@settings(deadline=None)
 @given(calls())
 def test_cutting_then_merging_is_the_identity(drawn: tuple[Any, int, int]) -> None:
     inputs, rows, num = drawn
@@ -459,7 +458,6 @@ def test_cutting_then_merging_is_the_identity(drawn: tuple[Any, int, int]) -> No
     assert same(merge_outputs(call.args, call.rows), inputs)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 11), st.data())
 def test_contributions_add_up_to_the_weighted_mean(rows: int, num: int, data: st.DataObject) -> None:
     weight = torch.tensor(data.draw(st.lists(st.integers(0, 5), min_size=rows, max_size=rows)))

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from rpruntime.store.handle import Extent, Payload, TensorHandle
 from rpruntime.wire import codec, messages, succession
 from rpruntime.wire.codec import MAX_MESSAGE_BYTES, ProtocolError, decode, encode, pack_struct, unpack_struct
+from tests.examples import examples
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "protocol.md").read_text()
 MESSAGES = codec.message_types()
@@ -117,7 +118,7 @@ def instances(cls: Any) -> st.SearchStrategy[Any]:
 
 @pytest.mark.parametrize("name", sorted(MESSAGES))
 def test_every_message_travels(name: str) -> None:
-    @settings(max_examples=8, deadline=None)
+    @settings(max_examples=8)
     @given(instances(MESSAGES[name]))
     def travels(msg: Any) -> None:
         frames = encode(msg)
@@ -129,7 +130,7 @@ def test_every_message_travels(name: str) -> None:
     travels()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(instances(messages.ModelSpec))
 def test_the_deepest_struct_travels(spec: Any) -> None:
     assert unpack_struct(pack_struct(spec)) == spec
@@ -228,7 +229,7 @@ def decodes_or_refuses(frames: list[bytes]) -> None:
     assert type(received) in MESSAGES.values()
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     st.one_of(st.sampled_from(sorted(MESSAGES)).map(str.encode), st.binary(max_size=20)),
     st.binary(max_size=200),
@@ -237,7 +238,7 @@ def test_random_bytes(name: bytes, data: bytes) -> None:
     decodes_or_refuses([name, data])
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(instances(messages.CallMsg) | instances(messages.TaskMsg) | instances(messages.StateMsg), st.data())
 def test_damaged_messages(msg: Any, data: st.DataObject) -> None:
     name, whole = encode(msg)
@@ -252,7 +253,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.sampled_from(sorted(MESSAGES)), JSON, st.integers(-128, 127))
 def test_other_msgpack(name: str, value: Any, code: int) -> None:
     decodes_or_refuses([name.encode(), msgpack.packb(value)])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rpruntime.errors import ConfigError
@@ -16,6 +16,7 @@ from rpruntime.schedule import ExecutionPlan, bound_plan, formula_plan, partitio
 from rpruntime.schedule.costs import LayerTimes
 from rpruntime.schedule.packing import Cut
 from rpruntime.schedule.search import Score
+from tests.examples import examples
 
 ms = st.integers(0, 12).map(float)
 
@@ -61,7 +62,7 @@ def fits(plan: ExecutionPlan, sizes: tuple[list[float], list[float]], limit: flo
     st.integers(1, 8),
     st.none() | st.integers(3, 40),
 )
-@settings(deadline=None, max_examples=150)
+@examples(150)
 def test_the_formula_plan_is_optimal(
     lists: tuple[list[float], ...], devices: int, batches: int, limit: int | None
 ) -> None:
@@ -90,7 +91,7 @@ def test_the_formula_plan_is_optimal(
     st.integers(1, 4),
     st.integers(1, 6),
 )
-@settings(deadline=None, max_examples=40)
+@examples(40)
 def test_of_few_layers_partition_finds_the_best_plan(
     lists: tuple[list[float], list[float]], devices: int, batches: int
 ) -> None:
@@ -110,7 +111,7 @@ def test_of_few_layers_partition_finds_the_best_plan(
     st.integers(1, 20),
     st.booleans(),
 )
-@settings(deadline=None, max_examples=15)
+@examples(15)
 def test_partition_is_never_worse_than_the_formula(
     forward: list[float], devices: int, batches: int, asynchronous: bool
 ) -> None:
@@ -133,7 +134,7 @@ def test_partition_is_never_worse_than_the_formula(
     st.integers(1, 9),
     st.sampled_from([0.0, 0.7]),
 )
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_the_search_scores_as_the_simulator_does(times: list[float], devices: int, batches: int, hop: float) -> None:
     backward = [3 * value for value in times]
     plan = partition(times, backward, num_devices=devices, num_microbatches=batches, hop_ms=hop)
@@ -250,7 +251,6 @@ def test_the_search_is_quick() -> None:
 
 
 @given(st.lists(st.integers(1, 9).map(float), min_size=1, max_size=8), st.data())
-@settings(deadline=None)
 def test_bound_plans_have_the_least_longest_stage(times: list[float], data: st.DataObject) -> None:
     count = data.draw(st.integers(1, len(times)))
     backward = [2 * value for value in times]

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rpruntime.errors import ConfigError
@@ -154,7 +154,6 @@ def sequences(draw: st.DrawFn, max_layers: int = 9, max_devices: int = 4) -> Dis
 
 
 @given(sequences())
-@settings(deadline=None)
 def test_every_generated_sequence_is_valid_and_parses_back(sequence: DispatchSequence) -> None:
     check_sequence(sequence)
     assert DispatchSequence.parse(str(sequence)) == sequence
@@ -163,7 +162,6 @@ def test_every_generated_sequence_is_valid_and_parses_back(sequence: DispatchSeq
 
 
 @given(sequences(), st.data())
-@settings(deadline=None)
 def test_the_validator_notices_any_slot_lost_doubled_or_moved_before_its_input(
     sequence: DispatchSequence, data: st.DataObject
 ) -> None:

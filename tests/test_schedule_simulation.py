@@ -8,7 +8,7 @@ import random
 import xml.etree.ElementTree
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rpruntime.errors import ConfigError
@@ -18,6 +18,7 @@ from rpruntime.schedule.costs import LayerTimes
 from rpruntime.schedule.engine import Engine, Limits, Span
 from rpruntime.schedule.picture import chrome_trace, svg
 from rpruntime.schedule.simulation import account
+from tests.examples import examples
 from tests.test_schedule_sequence import UNEVEN, plans, sequences
 
 
@@ -29,7 +30,6 @@ def draw_times(data: st.DataObject, num_layers: int) -> LayerTimes:
 
 
 @given(sequences(), st.data(), st.sampled_from([0.0, 0.5]), st.sampled_from([None, 1.0, 1e-5]))
-@settings(deadline=None)
 def test_physics(sequence: DispatchSequence, data: st.DataObject, hop_ms: float, link: float | None) -> None:
     times = draw_times(data, sequence.num_layers)
     sizes = None if link is None else [100.0] * sequence.num_layers
@@ -79,7 +79,7 @@ def test_physics(sequence: DispatchSequence, data: st.DataObject, hop_ms: float,
 
 
 @given(plans(), st.integers(1, 4), st.integers(1, 6), st.booleans(), st.data())
-@settings(deadline=None, max_examples=50)
+@examples(50)
 def test_iterations_wait_as_they_must(
     plan: ExecutionPlan, devices: int, batches: int, asynchronous: bool, data: st.DataObject
 ) -> None:

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rpruntime.errors import HostMemoryError
@@ -17,9 +17,10 @@ from rpruntime.store.arena import Arena, Store, view
 from rpruntime.store.segments import PrivateSegments
 from rpruntime.store.values import put_together, take_apart, why_not_picklable
 from rpruntime.worker.pinning import MAX_CHUNK_BYTES, chunks, pin_segment
+from tests.examples import examples
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     st.lists(st.tuples(st.booleans(), st.integers(0, 3000), st.integers(0, 50)), max_size=60),
     st.sampled_from([64, 16, 24]),

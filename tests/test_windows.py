@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rpruntime.worker.transfers import CpuTransfers, DelayedTransfers
 from rpruntime.worker.windows import PIECE_BYTES, Windows, WindowSizes, cut, longest_first
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2000), st.integers(1, 300))
 def test_pieces_cover_every_byte_once_and_are_no_larger_than_allowed(nbytes: int, limit: int) -> None:
     pieces = cut(nbytes, limit)
@@ -20,7 +19,6 @@ def test_pieces_cover_every_byte_once_and_are_no_larger_than_allowed(nbytes: int
     assert all(0 < stop - first <= limit for first, stop in pieces)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 100)), st.integers(1, 20))
 def test_longest_first_spreads_all_and_its_longest_window_is_within_the_known_bound(
     sizes: list[int], num_windows: int
