@@ -27,6 +27,7 @@ from rpruntime.wire import messages as msgs
 from rpruntime.wire.codec import encode
 from tests.leaks import no_leaks
 from tests.reference import inline, one_thread
+from tests.test_processes import inline_result
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "tests" / "scripts" / "train_checkpoints.py"
@@ -918,9 +919,19 @@ def weights_of(path: Path) -> list[Any]:
     return sorted((place, reader.tensor(place).double().tolist()) for place in reader._places)
 
 
-def test_saves_of_three_steps_without_waiting_while_the_optimizer_is_slow(tmp_path):
-    run = script(tmp_path / "a", SCRIPT_STEPS="4", SCRIPT_SAVE="1,2,3", SCRIPT_SLOW="0.05")
-    assert [Path(path).name for path in run["paths"]] == ["step-1", "step-2", "step-3"], run
+WHOLE = {"SCRIPT_STEPS": "10", "SCRIPT_SAVE": "1,2,3,5"}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
+    """Ten steps in processes, with saves that nobody waits for while the optimizer is slow."""
+    folder = tmp_path_factory.mktemp("whole")
+    run = script(folder, SCRIPT_SLOW="0.05", **WHOLE)
+    assert [Path(path).name for path in run["paths"]] == ["step-1", "step-2", "step-3", "step-5"], run
+    return folder, run
+
+
+def test_saves_of_three_steps_without_waiting_while_the_optimizer_is_slow(tmp_path, whole):
     expected = []
     with one_thread(), inline() as session:  # the same, one step after another
         code = compile(SCRIPT.read_text(), str(SCRIPT), "exec")
@@ -937,35 +948,35 @@ def test_saves_of_three_steps_without_waiting_while_the_optimizer_is_slow(tmp_pa
             pipe.step(max_grad_norm=1.0)
             scheduler.step()
             pipe.synchronize()
-            expected.append(weights_of(Path(pipe.save_checkpoint(tmp_path / "b", wait=True).result())))
+            expected.append(weights_of(Path(pipe.save_checkpoint(tmp_path, wait=True).result())))
         pipe.close()
-    found = [weights_of(tmp_path / "a" / f"step-{step}") for step in (1, 2, 3)]
+    found = [weights_of(whole[0] / f"step-{step}") for step in (1, 2, 3)]
     assert found == expected
     assert len({str(state) for state in found}) == 3
 
 
-@pytest.mark.parametrize("asynchronous", ["0", "1"])
-def test_ten_steps_are_five_and_five_in_processes(tmp_path, asynchronous):
-    whole = script(tmp_path / "whole", SCRIPT_STEPS="10", SCRIPT_SAVE="5", SCRIPT_ASYNC=asynchronous)
-    rest = script(
-        tmp_path / "whole",
-        devices="cpu:1",
-        SCRIPT_STEPS="5",
-        SCRIPT_LOAD="1",
-        SCRIPT_ASYNC=asynchronous,
-        SCRIPT_PLAN="layers",
-    )
-    assert rest["losses"] == whole["losses"][5:]
+def five_more_are_the_rest_of(folder: Path, run: dict[str, Any], **more: str) -> None:
+    rest = script(folder, devices="cpu:1", SCRIPT_STEPS="5", SCRIPT_LOAD="1", SCRIPT_PLAN="layers", **more)
+    assert rest["losses"] == run["losses"][5:]
     for name in ("step", "weights", "moments", "lr", "random"):
-        assert rest[name] == whole[name], name
+        assert rest[name] == run[name], name
+
+
+def test_ten_steps_are_five_and_five_in_processes(whole):
+    five_more_are_the_rest_of(*whole)
+
+
+@pytest.mark.slow
+def test_ten_asynchronous_steps_are_five_and_five_in_processes(tmp_path):
+    five_more_are_the_rest_of(tmp_path, script(tmp_path, SCRIPT_ASYNC="1", **WHOLE), SCRIPT_ASYNC="1")
 
 
 def test_a_killed_run_goes_on_from_its_last_complete_checkpoint(tmp_path):
-    whole = script(tmp_path / "whole", devices="inline", SCRIPT_STEPS="4")
+    whole = inline_result(SCRIPT, SCRIPT_FOLDER=str(tmp_path / "whole"), SCRIPT_STEPS="4")
     killed = script(tmp_path / "a", SCRIPT_STEPS="4", SCRIPT_SAVE="1,3", SCRIPT_KILL="3.wrote script.pt")
     assert killed["code"] != 0
     assert checkpoint_files.find_checkpoint(tmp_path / "a")[0].name == "step-1"
-    rest = script(tmp_path / "a", devices="inline", SCRIPT_STEPS="3", SCRIPT_LOAD="1")
+    rest = inline_result(SCRIPT, SCRIPT_FOLDER=str(tmp_path / "a"), SCRIPT_STEPS="3", SCRIPT_LOAD="1")
     assert rest["weights"] == whole["weights"]
 
 
