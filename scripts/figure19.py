@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,7 @@ def h200_models() -> Iterator[Model]:
         )
 
 
+@cache
 def figure19() -> dict[str, dict[str, Simulation]]:
     """Our simulation of every row and model of the figure, and of our own plans ("partition")."""
     rows: dict[str, dict[str, Simulation]] = {row: {} for row in (*NAMES, "roundpipe-sync", "partition")}
@@ -159,6 +161,7 @@ def figure19() -> dict[str, dict[str, Simulation]]:
     return rows
 
 
+@cache
 def figure19_asynchronous() -> dict[str, tuple[float, float]]:
     """Steady bubble of the paper's numbers of stages and of our asynchronous plan, per model."""
     models = [paper_model(name, embedding=False) for name in paper()["inputs"]]
@@ -184,6 +187,7 @@ class H200Row:
         return 1 - self.synchronous / self.baseline_bubble
 
 
+@cache
 def h200() -> dict[str, H200Row]:
     """The H200 table."""
     rows = {}

@@ -58,7 +58,9 @@ def test_on_a_terminal_a_bar_that_goes_away(clock, monkeypatch, half_seconds):
                 bar.update(half * GIB, 16 * GIB)
         terminal.write("end")
         terminal.flush()
-        shown = os.read(master, 1 << 20).decode()
+        shown = ""
+        while not shown.endswith("end"):  # it comes in pieces
+            shown += os.read(master, 1 << 20).decode()
     os.close(master)
     if half_seconds:
         assert "writing weights" in shown and "/16.0 GiB" in shown

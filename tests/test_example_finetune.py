@@ -188,7 +188,15 @@ def run_inline(example: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: str
     return notes
 
 
-@pytest.mark.parametrize("words", [["--dtype=fp32"], ["--packing"], ["--dtype=fp16"]], ids=["fp32", "packed", "fp16"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["--dtype=fp32"], id="fp32"),
+        pytest.param(["--packing", "--dtype=fp16"], id="packed-fp16"),
+        pytest.param(["--packing"], id="packed", marks=pytest.mark.slow),
+        pytest.param(["--dtype=fp16"], id="fp16", marks=pytest.mark.slow),
+    ],
+)
 def test_any_object_is_a_logger(
     example: ModuleType,
     monkeypatch: pytest.MonkeyPatch,

@@ -45,7 +45,13 @@ def text(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("command", [[*LAUNCH, "--devices=cpu:2"], [sys.executable]], ids=["rplaunch", "python"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param([*LAUNCH, "--devices=cpu:2"], id="rplaunch", marks=pytest.mark.slow),
+        pytest.param([sys.executable], id="python"),
+    ],
+)
 def test_learns_and_writes(tmp_path: Path, text: Path, command: list[str]) -> None:
     with no_leaks() as watch:
         words = [*TINY, f"--data={text}", "--steps=40", "--prompt=the q", "--generate=20"]
@@ -63,7 +69,10 @@ def test_learns_and_writes(tmp_path: Path, text: Path, command: list[str]) -> No
         )
 
 
-@pytest.mark.parametrize("more", [["--plan=whole", "--asynchronous"], ["--plan=layers", "--dtype=bfloat16"]])
+@pytest.mark.parametrize(
+    "more",
+    [["--plan=whole", "--asynchronous"], pytest.param(["--plan=layers", "--dtype=bfloat16"], marks=pytest.mark.slow)],
+)
 def test_other_ways_to_run_it(tmp_path: Path, text: Path, more: list[str]) -> None:
     with no_leaks() as watch:
         words = [*TINY, f"--data={text}", "--steps=40", "--generate=0", *more]

@@ -221,17 +221,6 @@ for kind, loss_fn in {
 """
 
 
-def test_a_script_without_a_guard_defines_what_it_likes(tmp_path: Path) -> None:
-    done = run_real(tmp_path, UNGUARDED, "--devices=cpu:2", "-q")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        "top level __main__",
-        "lambda True",
-        "closure over a tensor True",
-        "partial True",
-    ]
-
-
 UNPICKLABLE = """
 import threading, torch, rpruntime as rp
 from torch import nn
@@ -247,10 +236,26 @@ rp.RoundPipe(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=nn.func
 """
 
 
-def test_what_cannot_travel_fails_where_it_is_wrapped(tmp_path: Path) -> None:
-    done = run_real(tmp_path, UNPICKLABLE, "--devices=cpu:1", "-q")
+@pytest.fixture(scope="module")
+def defining(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """One run of both scripts, of which the second is to fail."""
+    return run_real(tmp_path_factory.mktemp("defining"), UNGUARDED + UNPICKLABLE, "--devices=cpu:2", "-q")
+
+
+def test_a_script_without_a_guard_defines_what_it_likes(defining: subprocess.CompletedProcess[str]) -> None:
+    assert defining.stdout.splitlines() == [
+        "top level __main__",
+        "lambda True",
+        "closure over a tensor True",
+        "partial True",
+    ], defining.stderr
+
+
+def test_what_cannot_travel_fails_where_it_is_wrapped(defining: subprocess.CompletedProcess[str]) -> None:
+    done = defining
     assert done.returncode == 1
-    assert re.search(r"line 12, in <module>", done.stderr), done.stderr
+    lines = len((UNGUARDED + UNPICKLABLE).splitlines())
+    assert f"line {lines}, in <module>" in done.stderr, done.stderr
     last = done.stderr.splitlines()[-1]
     assert "ConfigError: model[1].guard (lock)" in last and "__getstate__" in last
 
@@ -276,7 +281,7 @@ print("end", flush=True)
 )
 
 
-@pytest.mark.parametrize("with_death", [True, False])
+@pytest.mark.parametrize("with_death", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_messages_that_nobody_reads_hold_nobody_up(tmp_path: Path, with_death: bool) -> None:
     """60 MB are queued to a process that is killed, or stopped, when the script ends."""
     with no_leaks() as watch:
@@ -291,7 +296,7 @@ def test_messages_that_nobody_reads_hold_nobody_up(tmp_path: Path, with_death: b
 @pytest.mark.parametrize(
     "script, code",
     [
-        ("raise ValueError('of the script')", 1),
+        pytest.param("raise ValueError('of the script')", 1, marks=pytest.mark.slow),
         ("import os; os._exit(3)", 3),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", 128 + signal.SIGSEGV),
     ],

@@ -118,8 +118,8 @@ print(again is session, again.name == session.name, len(again.segments.create(10
     "call, error",
     [
         ("'cuda'", "ConfigError: CUDA_VISIBLE_DEVICES='' leaves no CUDA device visible"),
-        ("'cpu:0'", "ConfigError: --devices cpu:0"),
-        ("name='a/b'", "ConfigError: --name"),
+        pytest.param("'cpu:0'", "ConfigError: --devices cpu:0", marks=pytest.mark.slow),
+        pytest.param("name='a/b'", "ConfigError: --name", marks=pytest.mark.slow),
         ("tee='x'", "ConfigError: rp.init(tee=...)"),
     ],
 )

@@ -181,7 +181,9 @@ def test_file_of_another_user_in_place(tmp_path: Path) -> None:
         assert "belongs to uid 12345, not to you (uid 0); using /tmp/rpruntime-0.1" in run.err
 
 
-@pytest.mark.parametrize("kind", ["long", "space", "not writable", pytest.param("missing", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["long", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("space", "missing")), "not writable"]
+)
 def test_temporary_folder_does_not_matter(tmp_path: Path, kind: str) -> None:
     folder = {
         "long": tmp_path / ("x" * 150),

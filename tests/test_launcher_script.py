@@ -27,7 +27,9 @@ def _python(words: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *words], cwd=cwd, env=environ, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("how", ["script", "folder", "link", "module", "package"])
+@pytest.mark.parametrize(
+    "how", ["script", "module", *(pytest.param(how, marks=pytest.mark.slow) for how in ("folder", "link", "package"))]
+)
 def test_same_as_python(tmp_path: Path, how: str) -> None:
     scripts = tmp_path / "scripts dir"
     (scripts / "pkg").mkdir(parents=True)
@@ -58,14 +60,16 @@ def test_same_as_python(tmp_path: Path, how: str) -> None:
         ("", 0),
         ("raise ValueError('of the script')", 1),
         ("import sys; sys.exit(7)", 7),
-        ("import sys; sys.exit('words')", 1),
-        ("import os; os._exit(3)", 3),
-        ("def broken(:", 1),
+        pytest.param("import sys; sys.exit('words')", 1, marks=pytest.mark.slow),
+        pytest.param("import os; os._exit(3)", 3, marks=pytest.mark.slow),
+        pytest.param("def broken(:", 1, marks=pytest.mark.slow),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 137),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", 139),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", 143),
+        pytest.param("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", 139, marks=pytest.mark.slow),
+        pytest.param("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", 143, marks=pytest.mark.slow),
         ("raise KeyboardInterrupt", 130),
-        ("import threading; threading.Thread(target=print, args=('thread',)).start()", 0),
+        pytest.param(
+            "import threading; threading.Thread(target=print, args=('thread',)).start()", 0, marks=pytest.mark.slow
+        ),
         ("import atexit; atexit.register(print, 'atexit')\nraise SystemExit(5)", 5),
     ],
 )
@@ -227,8 +231,17 @@ def test_debug_reaches_the_script(tmp_path: Path) -> None:
         assert run.out == "None\n"
 
 
-@pytest.mark.parametrize("where", ["2>&-", "2>/dev/full", "2>&1 >/dev/null | true"])
-@pytest.mark.parametrize("how", ["rplaunch", "python"])
+@pytest.mark.parametrize(
+    "how, where",
+    [
+        ("rplaunch", "2>&-"),
+        ("python", "2>/dev/full"),
+        pytest.param("rplaunch", "2>/dev/full", marks=pytest.mark.slow),
+        pytest.param("rplaunch", "2>&1 >/dev/null | true", marks=pytest.mark.slow),
+        pytest.param("python", "2>&-", marks=pytest.mark.slow),
+        pytest.param("python", "2>&1 >/dev/null | true", marks=pytest.mark.slow),
+    ],
+)
 def test_stderr_that_cannot_be_written(tmp_path: Path, where: str, how: str) -> None:
     (tmp_path / "x.py").write_text(WAIT_READY + "open('done', 'w').write(str(len(session.devices)))\n")
     words = " ".join([sys.executable, *(["-m", "launcher"] if how == "rplaunch" else []), "x.py", where])
@@ -238,7 +251,14 @@ def test_stderr_that_cannot_be_written(tmp_path: Path, where: str, how: str) -> 
         assert (tmp_path / "done").read_text() == "2"
 
 
-@pytest.mark.parametrize("words, code", [("--help", 1), ("--version", 1), ("--dry-run", 1), ("--nonsense", 2)])
+@pytest.mark.parametrize(
+    "words, code",
+    [
+        ("--dry-run", 1),
+        ("--nonsense", 2),
+        *(pytest.param(words, 1, marks=pytest.mark.slow) for words in ("--help", "--version")),
+    ],
+)
 def test_full_stdout(tmp_path: Path, words: str, code: int) -> None:
     with no_leaks() as watch:
         run = Run(tmp_path, watch, ["bash", "-c", f"exec {' '.join(LAUNCH)} {words} >/dev/full"])

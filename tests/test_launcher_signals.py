@@ -50,7 +50,7 @@ def _interrupt(run: Run, times: int) -> None:
         run.kill_group(signal.SIGINT)
 
 
-@pytest.mark.parametrize("times", [1, 5])
+@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), 5])
 @pytest.mark.parametrize("moment", ["first line", pytest.param("started", marks=pytest.mark.slow), "ready"])
 def test_interrupt_is_one_keyboard_interrupt(tmp_path: Path, moment: str, times: int) -> None:
     with no_leaks() as watch:
@@ -211,9 +211,11 @@ print(died[0].role, died[0].pid, died[0].reason, flush=True)
 @pytest.mark.parametrize(
     "number, words",
     [
-        (signal.SIGKILL, "killed by signal 9 (SIGKILL)"),
+        pytest.param(
+            signal.SIGKILL, "killed by signal 9 (SIGKILL)", marks=pytest.mark.slow
+        ),  # quick in test_restarts.py
         (signal.SIGBUS, "/dev/shm has"),
-        (signal.SIGSEGV, "killed by signal 11 (SIGSEGV)"),
+        pytest.param(signal.SIGSEGV, "killed by signal 11 (SIGSEGV)", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("how", [rplaunch, pytest.param(plain_python, marks=pytest.mark.slow)])

@@ -110,8 +110,17 @@ def test_memory_is_what_was_asked_for(buffers: list[int]) -> None:
     source.close()
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adagrad"])
+@pytest.mark.parametrize(
+    "kind, asynchronous",
+    [
+        ("AdamW", False),
+        ("SGD", True),
+        *(
+            pytest.param(*slow, marks=pytest.mark.slow)
+            for slow in (("AdamW", True), ("SGD", False), ("Adagrad", False), ("Adagrad", True))
+        ),
+    ],
+)
 def test_the_optimizers_memory_is_reserved_once_at_load(session: PausedSession, kind: str, asynchronous: bool) -> None:
     """bf16 weights and fp32 copies to the byte; then nothing grows.
 

@@ -21,10 +21,9 @@ import rpruntime as rp
 from rpruntime.client import client_of
 from rpruntime.models import pretrained, saving, shards
 from rpruntime.models.pretrained import move_into_slabs
-from tests.leaks import no_leaks
 from tests.reference import inline, one_thread
 from tests.test_models_versions import FOLDER
-from tests.test_processes import environment
+from tests.test_processes import SCRIPTS, inline_result, result_of, run_script
 from tests.tiny_models import FAMILIES, batch, tiny
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -347,28 +346,22 @@ def test_all_of_this_with_transformers_4():
 # --- real processes, memory
 
 
-def run(script: str, *flags: str, **more: str) -> dict[str, Any]:
-    with no_leaks(within_s=10.0) as watch:
-        found = subprocess.run(
-            [sys.executable, *(["-m", "launcher", *flags] if flags else []), str(ROOT / "tests" / "scripts" / script)],
-            env=environment(watch, **more),
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
-    assert found.returncode == 0, found.stderr
-    result: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])
-    return {**result, "stderr": found.stderr}
-
-
-def test_real_processes_share_the_frozen_base_and_peak_memory_is_the_store(tmp_path):
+@pytest.fixture(scope="module")
+def in_processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What lora_in_processes.py tells of a run with two workers."""
+    folder = tmp_path_factory.mktemp("big")
     more = {"hidden_size": 512, "intermediate_size": 1408, "vocab_size": 32000, "num_hidden_layers": 8}
     config = transformers.LlamaConfig(**more, num_attention_heads=8, num_key_value_heads=4)
     big = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
     size = sum(p.nbytes for p in big.parameters())
-    big.save_pretrained(tmp_path, max_shard_size="30MB")
+    big.save_pretrained(folder, max_shard_size="30MB")
     del big
-    found = run("lora_in_processes.py", "--devices", "cpu:2", SCRIPT_FOLDER=str(tmp_path))
+    run = run_script(SCRIPTS / "lora_in_processes.py", "--devices", "cpu:2", SCRIPT_FOLDER=str(folder))
+    return {**result_of(run), "size": size, "stderr": run.stderr}
+
+
+def test_real_processes_share_the_frozen_base_and_peak_memory_is_the_store(in_processes):
+    found, size = in_processes, in_processes["size"]
     assert found["slab_bytes"] >= size > 100e6
     assert found["peak_bytes"] < size + shards.WINDOW_BYTES + (24 << 20), found
     assert found["private_bytes"] < 16 << 20, found
@@ -376,3 +369,7 @@ def test_real_processes_share_the_frozen_base_and_peak_memory_is_the_store(tmp_p
     assert found["optimizer_bytes"] < 24 << 20, "no copy of the base"
     assert found["base_unchanged"] and found["moved"]
     assert "weights  " in found["stderr"]
+
+
+def test_two_workers_train_and_generate_as_inline(in_processes):
+    assert in_processes["causal_lm"] == inline_result(SCRIPTS / "train_causal_lm.py")

@@ -25,6 +25,7 @@ from rpruntime.control.machine import ControllerMachine
 from rpruntime.optimizer.machine import OptimizerMachine
 from rpruntime.recording import replay
 from rpruntime.worker.machine import WorkerMachine
+from tests.launching import FAKE_CHILD
 from tests.leaks import no_leaks, wait_until
 from tests.reference import one_thread
 
@@ -314,7 +315,7 @@ def test_a_shared_memory_mount_that_is_too_small_is_refused_before_anything_is_l
     with no_leaks(within_s=10.0) as watch:
         run = subprocess.run(
             ["unshare", "-m", "sh", "-c", inner],
-            env=environment(watch),
+            env=environment(watch, RPRUNTIME_CHILD_COMMAND=FAKE_CHILD),  # nothing is asked of the processes
             capture_output=True,
             text=True,
             timeout=60,

@@ -154,7 +154,7 @@ def test_a_dead_optimizer_is_not_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "hang, seconds, words",
     [
-        ("stop", 2, "was stopped (SIGSTOP?) for "),
+        pytest.param("stop", 2, "was stopped (SIGSTOP?) for ", marks=pytest.mark.slow),  # quick in test_deaths.py
         ("busy", 2, "made no progress for "),
         pytest.param("silent", 2, "gave no sign of life (stuck in C code?) for ", marks=pytest.mark.slow),
     ],
@@ -189,7 +189,7 @@ def test_who_is_continued_in_time_goes_on(tmp_path: Path) -> None:
         assert not session.deaths()
 
 
-@pytest.mark.parametrize("end", ["script", "launcher"])
+@pytest.mark.parametrize("end", [pytest.param("script", marks=pytest.mark.slow), "launcher"])
 def test_replacements_end_with_the_session(tmp_path: Path, end: str) -> None:
     """One that is ready, and one that is starting."""
     with no_leaks(sockets=end == "script") as watch:

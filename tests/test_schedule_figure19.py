@@ -25,7 +25,6 @@ def script() -> ModuleType:
     return module
 
 
-@cache
 def rows() -> dict[str, dict[str, Simulation]]:
     found: dict[str, dict[str, Simulation]] = script().figure19()
     return found

@@ -742,7 +742,7 @@ def test_a_run_under_attack_is_unharmed(tmp_path: Path) -> None:
             assert len(text.splitlines()) < 5, (name, text)
 
 
-@pytest.mark.parametrize("how", ["obeys", "deaf"])
+@pytest.mark.parametrize("how", [pytest.param("obeys", marks=pytest.mark.slow), "deaf"])
 def test_a_child_of_another_protocol_version(tmp_path: Path, how: str) -> None:
     command = f"{sys.executable} {ROOT / 'tests' / 'fakes' / 'old_version.py'}"
     with no_leaks() as watch:
@@ -755,7 +755,7 @@ def test_a_child_of_another_protocol_version(tmp_path: Path, how: str) -> None:
         assert f"protocol version 0 does not fit {PROTOCOL_VERSION}: two versions of rpruntime are mixed" in run.err
 
 
-@pytest.mark.parametrize("logs", [(), ("--log-dir=logs",)])
+@pytest.mark.parametrize("logs", [pytest.param((), marks=pytest.mark.slow), ("--log-dir=logs",)])
 def test_all_that_a_run_leaves_in_its_folders_is_its_owners_alone(tmp_path: Path, logs: tuple[str, ...]) -> None:
     """Under the most generous umask, from the first moment to what stays at the end."""
     script = WAIT_READY + "session.segments.create(1)\nprint('ready', flush=True)\nimport time\ntime.sleep(60)"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +18,7 @@ from typing import Any
 import pytest
 import zmq
 
+import rpruntime as rp
 import rpruntime.client
 from launcher.succession import STUCK_S, Holder, Succession
 from rpruntime import served as places
@@ -26,17 +30,19 @@ from rpruntime.wire.codec import encode
 from rpruntime.wire.mailbox import OBSERVER, Mailbox, new_keys
 from rpruntime.wire.messages import FreeMsg
 from rpruntime.wire.succession import ControllerGoneMsg, ModelsMsg, ResetMsg
-from tests.launching import ROOT
+from tests.launching import FAKE_CHILD, ROOT
 from tests.leaks import Watch, no_leaks, open_descriptors, wait_until
+from tests.reference import one_thread
 
 RPCTL = [sys.executable, "-m", "launcher.rpctl"]
 
 
 class Served:
-    """A served session and what runs on it."""
+    """A served session and what runs on it. `fake`: its processes are fakes, which have no torch to load."""
 
-    def __init__(self, watch: Watch, name: str, *flags: str) -> None:
+    def __init__(self, watch: Watch, name: str, *flags: str, fake: bool = False) -> None:
         self.watch, self.name = watch, f"{name}-{os.getpid()}"  # tests may run twice at a time
+        self._more = {"RPRUNTIME_CHILD_COMMAND": FAKE_CHILD} if fake else {}
         done = self.rpctl("serve", "--detach", "--devices", "cpu:2", "--name", self.name, *flags)
         assert done.returncode == 0 and done.stdout == f"{self.name}\n", done
         self.folder = Path(f"/tmp/rpruntime-{os.getuid()}") / self.name
@@ -45,7 +51,7 @@ class Served:
 
     def environ(self) -> dict[str, str]:
         kept = {key: value for key, value in os.environ.items() if not key.startswith("RPRUNTIME_")}
-        return {**kept, "PYTHONPATH": str(ROOT), **self.watch.environ}
+        return {**kept, "PYTHONPATH": str(ROOT), **self.watch.environ, **self._more}
 
     def rpctl(self, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -90,7 +96,7 @@ input()
 
 def test_one_controller_at_a_time_and_a_dead_ones_place_is_free(tmp_path: Path) -> None:
     with no_leaks() as watch:
-        with Served(watch, "served-places") as served:
+        with Served(watch, "served-places", fake=True) as served:
             row = served.status()
             assert row["served"] and row["controller"] is None and row["models"] == []
             assert {role["state"] for role in row["roles"]} == {"ready"}
@@ -120,7 +126,7 @@ def test_one_controller_at_a_time_and_a_dead_ones_place_is_free(tmp_path: Path) 
 
 
 def test_a_session_that_is_stopped_tells_its_script_why() -> None:
-    with no_leaks() as watch, Served(watch, "served-stopped") as served:
+    with no_leaks() as watch, Served(watch, "served-stopped", fake=True) as served:
         holder = served.start(
             "import rpruntime as rp\nclient = rp.Client.attach(SESSION)\nclient.wait_roles()\n"
             "print(client.models, flush=True)\ninput()\nclient.check_alive()"
@@ -134,7 +140,7 @@ def test_a_session_that_is_stopped_tells_its_script_why() -> None:
 
 
 def test_a_served_session_ends_with_its_optimizer() -> None:
-    with no_leaks() as watch, Served(watch, "served-lost") as served:
+    with no_leaks() as watch, Served(watch, "served-lost", fake=True) as served:
         log_file = Path(json.loads((served.folder / "session.json").read_text())["config"]["log_dir"]) / "launcher.log"
         (pid,) = (row["pid"] for row in served.status()["roles"] if row["role"] == "optimizer")
         os.kill(pid, signal.SIGKILL)
@@ -148,7 +154,8 @@ def test_serve_in_the_foreground_ends_with_an_interrupt() -> None:
         environ = {key: value for key, value in os.environ.items() if not key.startswith("RPRUNTIME_")}
         process = subprocess.Popen(
             [*RPCTL, "serve", "--devices", "cpu:1", "--name", name, "-q"],
-            env={**environ, "PYTHONPATH": str(ROOT), **watch.environ}, cwd=ROOT, text=True,
+            env={**environ, "PYTHONPATH": str(ROOT), "RPRUNTIME_CHILD_COMMAND": FAKE_CHILD, **watch.environ}, cwd=ROOT,
+            text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         watch.started.append(process)
@@ -219,13 +226,13 @@ pipe.forward_backward(*batch(4))
 info = pipe.step()
 print(info.result().loss, info.result().lr)
 show(pipe)
+pipe.close()
 """
 )
 
 AT_ONCE = (
     MODEL
     + """
-rp.init("inline", quiet=True)
 pipe = make()
 for number in range(3):
     pipe.forward_backward(*batch(number))
@@ -242,19 +249,32 @@ show(pipe)
 )
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Served]:
+    """A session for several tests, of which each begins and ends without a model."""
+    with no_leaks(descriptors=False) as watch, Served(watch, "served-shared", "-q") as served:
+        yield served
+
+
+def inline(script: str) -> str:
+    """What a script prints in this process, with an inline session."""
+    with one_thread(), rp.init("inline", quiet=True), contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(script, {"__name__": "__main__"})
+    return out.getvalue()
+
+
 @pytest.mark.timeout(600)
-def test_a_model_goes_on_in_another_program_with_its_open_gradients() -> None:
-    with no_leaks() as watch:
-        with Served(watch, "served-models", "-q") as served:
-            served.run(BEGIN)
-            (row,) = served.status()["models"]
-            assert row == {"name": "default", "version": 3, "step": 3, "num_calls": 1}
-            watcher = f"import rpruntime as rp\nw = rp.Client.attach({served.name!r}, observe=True)\n"
-            look = watcher + "print(w.models['default']['step'], w.status()['controller'])"
-            assert served.run(look) == "3 None\n"
-            going_on = served.run(GO_ON)
-            assert going_on == served.run(AT_ONCE)
-            assert "{'epoch': 4} 0.005" in going_on
+def test_a_model_goes_on_in_another_program_with_its_open_gradients(shared: Served) -> None:
+    assert shared.status()["models"] == []
+    shared.run(BEGIN)
+    (row,) = shared.status()["models"]
+    assert row == {"name": "default", "version": 3, "step": 3, "num_calls": 1}
+    watcher = f"import rpruntime as rp\nw = rp.Client.attach({shared.name!r}, observe=True)\n"
+    look = watcher + "print(w.models['default']['step'], w.status()['controller'])"
+    assert shared.run(look) == "3 None\n"
+    going_on = shared.run(GO_ON)
+    assert going_on == inline(AT_ONCE)
+    assert "{'epoch': 4} 0.005" in going_on
 
 
 KILLED = (
@@ -282,13 +302,13 @@ assert pipe.gradients() == {}
 pipe.forward_backward(*batch(pipe.step_count))
 pipe.step()
 show(pipe)
+pipe.close()
 """
 )
 
 UNDISTURBED = (
     MODEL
     + """
-rp.init("inline", quiet=True)
 pipe = make()
 pipe.user_state = {"epoch": 1}
 for number in range(STEPS):
@@ -312,24 +332,22 @@ make()
 
 
 @pytest.mark.timeout(600)
-def test_a_killed_controller_loses_what_no_step_has_taken() -> None:
+def test_a_killed_controller_loses_what_no_step_has_taken(shared: Served) -> None:
     """And one that is killed while its model is loading leaves nothing at all."""
-    with no_leaks() as watch:
-        with Served(watch, "served-killed", "-q") as served:
-            loading = served.start(KILLED_AT_LOAD)
-            _, err = loading.communicate(timeout=120)
-            assert loading.returncode == -signal.SIGKILL, err
-            wait_until(lambda: served.status()["controller"] is None, 20.0, "the place is free")
-            assert served.status()["models"] == []
-            dying = served.start(KILLED)
-            _, err = dying.communicate(timeout=120)
-            assert dying.returncode == -signal.SIGKILL, err
-            found = served.run(FOLLOWS)
-            steps = int(found.splitlines()[-1].split()[0])
-            assert 2 <= steps <= 4  # the last message of a killed process may not have left it
-            assert found.splitlines()[0] == "['default']"
-            expected = served.run(f"STEPS = {steps}\n{UNDISTURBED}")
-            assert found.splitlines()[1:] == expected.splitlines()
+    loading = shared.start(KILLED_AT_LOAD)
+    _, err = loading.communicate(timeout=120)
+    assert loading.returncode == -signal.SIGKILL, err
+    wait_until(lambda: shared.status()["controller"] is None, 20.0, "the place is free")
+    assert shared.status()["models"] == []
+    dying = shared.start(KILLED)
+    _, err = dying.communicate(timeout=120)
+    assert dying.returncode == -signal.SIGKILL, err
+    found = shared.run(FOLLOWS)
+    steps = int(found.splitlines()[-1].split()[0])
+    assert 2 <= steps <= 4  # the last message of a killed process may not have left it
+    assert found.splitlines()[0] == "['default']"
+    expected = inline(f"STEPS = {steps}\n{UNDISTURBED}")
+    assert found.splitlines()[1:] == expected.splitlines()
 
 
 SLOW_STEPS = (
@@ -358,15 +376,16 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.timeout(300)
-def test_a_sealed_step_finishes_that_waits_for_a_long_one(tmp_path: Path) -> None:
+def test_a_sealed_step_finishes_that_waits_for_a_long_one(shared: Served, tmp_path: Path) -> None:
     """The workers have nothing to do for longer than `STUCK_S`, as the weights that they need come from that one."""
-    with no_leaks() as watch:
-        with Served(watch, "served-slow", "-q") as served:
-            dying = served.start(f"FOLDER, SECONDS = {str(tmp_path)!r}, {STUCK_S + 1.5}\n{SLOW_STEPS}")
-            _, err = dying.communicate(timeout=120)
-            assert dying.returncode == -signal.SIGKILL, err
-            look = "import rpruntime as rp\nclient = rp.Client.attach(SESSION, timeout_s=60)\n"
-            assert served.run(look + "print(client.models['default'].step_count)") == "2\n"
+    assert shared.status()["models"] == []
+    dying = shared.start(f"FOLDER, SECONDS = {str(tmp_path)!r}, {STUCK_S + 1.5}\n{SLOW_STEPS}")
+    _, err = dying.communicate(timeout=120)
+    assert dying.returncode == -signal.SIGKILL, err
+    look = (
+        "import rpruntime as rp\nclient = rp.Client.attach(SESSION, timeout_s=60)\nmodel = client.models['default']\n"
+    )
+    assert shared.run(look + "print(model.step_count)\nmodel.close()") == "2\n"
 
 
 # --- the succession, pure

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import rpruntime as rp
 from rpruntime import ExecutionPlan
 from rpruntime.store.arena import POISON_VARIABLE
+from tests.examples import examples
 from tests.reference import PlainLoop, inline
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -251,7 +252,7 @@ PHASES = [
 ]  # an example says what it drew; shrinking takes minutes
 
 
-@settings(deadline=None, max_examples=12, derandomize=True, database=None, phases=PHASES)
+@settings(examples(12), derandomize=True, database=None, phases=PHASES)
 @given(data=st.data())
 @pytest.mark.parametrize("name", CASES)
 def test_any_run_equals_the_plain_loop(name: str, data: st.DataObject) -> None:
@@ -260,14 +261,14 @@ def test_any_run_equals_the_plain_loop(name: str, data: st.DataObject) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@settings(deadline=None, max_examples=300, phases=PHASES)
+@settings(examples(300), phases=PHASES)
 @given(data=st.data())
 @pytest.mark.parametrize("name", CASES)
 def test_many_more_runs_equal_the_plain_loop(name: str, data: st.DataObject) -> None:
     run_anything(data, name)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", CASES)
 def test_the_number_of_workers_changes_no_bit(name: str, asynchronous: bool) -> None:
     results = []
@@ -523,7 +524,7 @@ def test_reading_in_between_changes_nothing(asynchronous: bool) -> None:
         both.close()
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_copies_that_are_late_and_memory_that_is_overwritten_change_nothing_in_two_hundred_steps(
     asynchronous: bool,
 ) -> None:

@@ -1,7 +1,14 @@
-"""Loads the model of SCRIPT_FOLDER, trains adapters on it, and prints one JSON line: memory, losses, what moved."""
+"""Loads the model of SCRIPT_FOLDER, trains adapters on it, and prints one JSON line: memory, losses, what moved.
 
+Then what train_causal_lm.py prints in the same session.
+"""
+
+import contextlib
+import io
 import json
 import os
+import runpy
+from pathlib import Path
 
 import torch
 import transformers
@@ -54,6 +61,9 @@ result["optimizer_bytes"] = sum(nbytes for _, nbytes in session.segments.segment
 result["moved"] = all(bool(p.norm() > 0) for name, p in trainable.items() if "lora_B" in name)
 pipe.close()
 result["base_unchanged"] = all(torch.equal(p, r) for p, r in zip(base, reference, strict=True))
+with contextlib.redirect_stdout(io.StringIO()) as out:
+    runpy.run_path(str(Path(__file__).with_name("train_causal_lm.py")))
+result["causal_lm"] = json.loads(out.getvalue())
 session.close()
 result["base_unchanged"] &= all(torch.equal(p, r) for p, r in zip(base, reference, strict=True))
 print(json.dumps(result))
