@@ -1,14 +1,18 @@
-"""Fixtures of tests that train inline, and how much hypothesis tries."""
+"""Fixtures of tests that train inline, their threads, and how much hypothesis tries."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.examples import FULL, QUICK
 from tests.reference import PausedSession, inline, one_thread
+
+# Tensors in tests are tiny: a second thread gains nothing, and beside other work each waits for the other's time slice.
+torch.set_num_threads(1)
 
 
 def pytest_configure(config: pytest.Config) -> None:

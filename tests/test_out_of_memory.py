@@ -274,7 +274,7 @@ class Drops(Stage):
 
 @pytest.mark.parametrize("forced", [False, True])
 @pytest.mark.parametrize("kind", ["all_fused", "one_backward"])
-@pytest.mark.parametrize("after", [1, 3, 9])
+@pytest.mark.parametrize("after", [1, pytest.param(3, marks=pytest.mark.slow), 9])
 def test_a_stage_that_failed_in_backward_leaves_nothing(
     kind: str, after: int, forced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
