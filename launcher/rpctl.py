@@ -23,7 +23,7 @@ from launcher.session import base_candidates, clean_sessions, list_sessions, rea
 from launcher.status import status
 from launcher.top import top
 from launcher.tracing import trace
-from rpruntime.checkpoint_files import list_checkpoints
+from rpruntime.checkpoints.files import list_checkpoints
 from rpruntime.errors import RoundPipeError
 from rpruntime.process import open_pidfd, start_time
 

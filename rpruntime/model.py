@@ -13,7 +13,7 @@ import torch
 from rpruntime import closing, opening, records, succession
 from rpruntime.books import Books
 from rpruntime.calls import Calls
-from rpruntime.checkpoint import CheckpointInfo, Checkpoints, SaveHandle
+from rpruntime.checkpoints.checkpoints import CheckpointInfo, Checkpoints, SaveHandle
 from rpruntime.control import events as ev
 from rpruntime.errors import ConfigError, RoundPipeError
 from rpruntime.failures import install_excepthook

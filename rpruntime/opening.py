@@ -8,7 +8,7 @@ import torch
 
 from rpruntime import records
 from rpruntime.calls import Calls
-from rpruntime.checkpoint import Checkpoints
+from rpruntime.checkpoints.checkpoints import Checkpoints
 from rpruntime.control import events as ev
 from rpruntime.errors import ConfigError
 from rpruntime.loading import Loader, Loan, ModelPackage, initial_buffers

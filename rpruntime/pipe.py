@@ -13,7 +13,7 @@ from torch import nn
 
 from rpruntime import records
 from rpruntime import session as sessions
-from rpruntime.checkpoint import CheckpointInfo, SaveHandle
+from rpruntime.checkpoints.checkpoints import CheckpointInfo, SaveHandle
 from rpruntime.client import Client, client_of
 from rpruntime.control import events as ev
 from rpruntime.errors import ConfigError
@@ -377,7 +377,7 @@ class RoundPipe:
         self._model.start_of_call()
         return self._model.figures.trace(file, steps)
 
-    # --- checkpoints (rpruntime/checkpoint.py)
+    # --- checkpoints (rpruntime/checkpoints/checkpoints.py)
 
     def save_checkpoint(
         self, folder: str | os.PathLike[str], *, extra: Any = None, keep: int | None = None, wait: bool = False

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rpruntime import records
 from rpruntime.calls import Calls
-from rpruntime.checkpoint import Checkpoints
+from rpruntime.checkpoints.checkpoints import Checkpoints
 from rpruntime.control import events as ev
 from rpruntime.errors import RoundPipeError
 from rpruntime.loading import Loan, raise_role_failure

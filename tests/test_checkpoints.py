@@ -20,8 +20,9 @@ from torch import nn
 
 import rpruntime as rp
 from launcher import rpctl
-from rpruntime import checkpoint_files, closing
-from rpruntime.checkpoint_files import CheckpointReader, CheckpointWriter, list_checkpoints, writing_in
+from rpruntime import closing
+from rpruntime.checkpoints import files as checkpoint_files
+from rpruntime.checkpoints.files import CheckpointReader, CheckpointWriter, list_checkpoints, writing_in
 from rpruntime.optimizer import machine as om
 from rpruntime.wire import messages as msgs
 from rpruntime.wire.codec import encode
@@ -635,7 +636,7 @@ def test_older_ones_that_cannot_be_removed_fail_no_save(tmp_path, monkeypatch):
 
     with one_thread(), inline() as session:
         pipe = wrap(session, build())
-        monkeypatch.setattr("rpruntime.checkpoint_saves.prune", broken)
+        monkeypatch.setattr("rpruntime.checkpoints.saves.prune", broken)
         assert pipe.save_checkpoint(tmp_path, keep=1, wait=True).result() == str(tmp_path / "step-0")
         pipe.close()
 
@@ -728,7 +729,7 @@ def test_a_save_ends_when_the_session_breaks_and_when_its_pipe_is_closed(tmp_pat
 
 
 def test_a_dropped_save_says_why_wherever_it_is(tmp_path, monkeypatch):
-    from rpruntime.checkpoint_filling import Filler
+    from rpruntime.checkpoints.filling import Filler
 
     with one_thread(), inline() as session:
         built = build()

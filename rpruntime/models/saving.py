@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rpruntime.checkpoint_files import sync_folder
+from rpruntime.checkpoints.files import sync_folder
 from rpruntime.errors import ConfigError
 from rpruntime.models import shards
 from rpruntime.models.parts import is_transformers, unwrapped

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import rpruntime as rp
-from rpruntime import checkpoint_files
+from rpruntime.checkpoints import files as checkpoint_files
 
 
 class SlowAdamW(torch.optim.AdamW):

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rpruntime.checkpoint_files import CheckpointWriter, Place
-from rpruntime.checkpoint_fit import describe
-from rpruntime.checkpoint_handle import Save, SaveNotice
-from rpruntime.checkpoint_script import to_bytes
+from rpruntime.checkpoints.files import CheckpointWriter, Place
+from rpruntime.checkpoints.fit import describe
+from rpruntime.checkpoints.handle import Save, SaveNotice
+from rpruntime.checkpoints.script import to_bytes
 from rpruntime.control import events as ev
 from rpruntime.errors import CheckpointError
 from rpruntime.loading import views_of

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rpruntime.buffers import buffers_of
-from rpruntime.checkpoint_files import CheckpointReader
-from rpruntime.checkpoint_restoring import Replacement, Row
+from rpruntime.checkpoints.files import CheckpointReader
+from rpruntime.checkpoints.restoring import Replacement, Row
 from rpruntime.optimizer.snapshots import PREVIOUS, WEIGHT
 from rpruntime.wire.messages import UnitSpec
 

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rpruntime.checkpoint_files import CheckpointWriter, explain, prune, writing_in
-from rpruntime.checkpoint_filling import Filler
-from rpruntime.checkpoint_handle import Save, SaveHandle, SaveNotice
+from rpruntime.checkpoints.files import CheckpointWriter, explain, prune, writing_in
+from rpruntime.checkpoints.filling import Filler
+from rpruntime.checkpoints.handle import Save, SaveHandle, SaveNotice
 from rpruntime.control import events as ev
 from rpruntime.errors import CheckpointError, ConfigError
 from rpruntime.store.limits import read_host_memory

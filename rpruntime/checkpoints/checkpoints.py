@@ -1,8 +1,8 @@
 """`save_checkpoint` and `load_checkpoint`: the script's side of a model's checkpoints.
 
-saves           checkpoint_saves.py, checkpoint_handle.py, checkpoint_filling.py
-loads           checkpoint_loads.py, checkpoint_restoring.py
-for both        checkpoint_script.py (what only the script has), checkpoint_fit.py, checkpoint_files.py (the disk)
+saves           saves.py, handle.py, filling.py
+loads           loads.py, restoring.py
+for both        script.py (what only the script has), fit.py, files.py (the disk)
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rpruntime.checkpoint_files import CheckpointReader, find_checkpoint
-from rpruntime.checkpoint_fit import check_fits
-from rpruntime.checkpoint_handle import SaveHandle as SaveHandle
-from rpruntime.checkpoint_loads import of_checkpoint, of_state
-from rpruntime.checkpoint_restoring import Restoring
-from rpruntime.checkpoint_saves import Saves
-from rpruntime.checkpoint_script import ScriptState
+from rpruntime.checkpoints.files import CheckpointReader, find_checkpoint
+from rpruntime.checkpoints.fit import check_fits
+from rpruntime.checkpoints.handle import SaveHandle as SaveHandle
+from rpruntime.checkpoints.loads import of_checkpoint, of_state
+from rpruntime.checkpoints.restoring import Restoring
+from rpruntime.checkpoints.saves import Saves
+from rpruntime.checkpoints.script import ScriptState
 from rpruntime.terminal import warn
 from rpruntime.wire.messages import RestoredMsg
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import rpruntime
 from rpruntime.buffers import buffers_of
-from rpruntime.checkpoint_files import CheckpointReader
+from rpruntime.checkpoints.files import CheckpointReader
 from rpruntime.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from rpruntime.terminal import say
 from rpruntime.wire.messages import StateMsg
 
 if TYPE_CHECKING:
-    from rpruntime.checkpoint_saves import Saves
+    from rpruntime.checkpoints.saves import Saves
 
 SAY_INTERVAL_S = 2.0
 
