@@ -73,14 +73,16 @@ def test_deaths_in_forward_backward_and_hand_over_change_no_number(undisturbed, 
     assert deaths_told(run) == 3, run.stderr
 
 
-def test_the_only_worker_dies_twice_and_the_run_waits_for_its_replacement(undisturbed):
+def test_the_only_worker_is_killed_at_its_start_and_dies_twice_and_the_run_waits_for_its_replacements(undisturbed):
     run = run_dying(
-        death("worker-0", "commit", 2),
-        death("worker-0", "loss", 5, incarnation=2, how="segv"),
+        death("worker-0", "start"),
+        death("worker-0", "commit", 2, incarnation=2),
+        death("worker-0", "loss", 5, incarnation=3, how="segv"),
         devices="cpu:1",
         cores=1,  # so it has one thread, as the inline session
     )
     assert result_of(run) == undisturbed["sync"]
+    assert "did not start: killed by signal 9 (SIGKILL)" in run.stderr
     assert deaths_told(run) == 2, run.stderr
 
 
@@ -153,12 +155,6 @@ print("goes on", float(loss) > 0)
 pipe.step()
 float(pipe.forward_backward(bad, y))
 """
-
-
-def test_a_kill_at_the_first_start(undisturbed):
-    run = run_dying(death("worker-0", "start"), flags=("--tee", "none"))
-    assert result_of(run) == undisturbed["sync"]
-    assert "did not start: killed by signal 9 (SIGKILL)" in run.stderr
 
 
 @pytest.mark.slow

@@ -192,7 +192,7 @@ def run_inline(example: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: str
     "words",
     [
         pytest.param(["--dtype=fp32"], id="fp32"),
-        pytest.param(["--packing", "--dtype=fp16"], id="packed-fp16"),
+        pytest.param(["--packing", "--dtype=fp32"], id="packed-fp32"),
         pytest.param(["--packing"], id="packed", marks=pytest.mark.slow),
         pytest.param(["--dtype=fp16"], id="fp16", marks=pytest.mark.slow),
     ],

@@ -69,9 +69,10 @@ def test_learns_and_writes(tmp_path: Path, text: Path, command: list[str]) -> No
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
-    [["--plan=whole", "--asynchronous"], pytest.param(["--plan=layers", "--dtype=bfloat16"], marks=pytest.mark.slow)],
+    [["--plan=whole", "--asynchronous"], ["--plan=layers", "--dtype=bfloat16"]],
 )
 def test_other_ways_to_run_it(tmp_path: Path, text: Path, more: list[str]) -> None:
     with no_leaks() as watch:

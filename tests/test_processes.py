@@ -91,30 +91,15 @@ def test_inline_under_rplaunch_gives_the_numbers_of_inline_in_this_process(inlin
     assert result_of(run_script(SCRIPTS / "train_small.py", "--devices", "inline")) == inline_results["sync"]
 
 
-def test_three_workers_give_the_numbers_of_inline_and_a_run_replays(inline_results, tmp_path):
-    run = run_script(SCRIPTS / "train_small.py", "--devices", "cpu:3", RPRUNTIME_RECORD=str(tmp_path))
-    assert result_of(run) == inline_results["sync"]
-    assert run.stdout.splitlines()[0] == "started" and run.stdout.count("started") == 1
-    workers = tuple(f"worker-{index}" for index in range(3))
-    compared = replay(tmp_path / "controller.record", ControllerMachine(workers))
-    compared += replay(tmp_path / "optimizer.record", OptimizerMachine(workers))
-    for worker in workers:
-        compared += replay(tmp_path / f"{worker}.record", WorkerMachine(worker, workers))
-    assert compared > 100
-
-
-def test_asynchronous_under_plain_python_gives_the_numbers_of_inline(inline_results):
-    run = run_script(SCRIPTS / "train_small.py", launcher=False, RPRUNTIME_DEVICES="cpu:2", SCRIPT_ASYNC="1")
-    assert result_of(run) == inline_results["async"]
-    assert inline_results["async"] != inline_results["sync"]
-
-
-def test_workers_finish_an_iteration_while_the_script_is_stopped(inline_results, tmp_path):
-    mark = tmp_path / "mark"
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> tuple[Path, str]:
+    """The records and the output of a run on three workers whose script stops after each dispatch until all is done."""
+    folder = tmp_path_factory.mktemp("recorded")
+    mark = folder / "mark"
     with no_leaks(within_s=10.0) as watch:
         popen = subprocess.Popen(
-            command(SCRIPTS / "train_small.py", "--devices", "cpu:2"),
-            env=environment(watch, SCRIPT_STOP="1", SCRIPT_MARK=str(mark), RPRUNTIME_RECORD=str(tmp_path)),
+            command(SCRIPTS / "train_small.py", "--devices", "cpu:3"),
+            env=environment(watch, SCRIPT_STOP="1", SCRIPT_MARK=str(mark), RPRUNTIME_RECORD=str(folder)),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
@@ -131,7 +116,29 @@ def test_workers_finish_an_iteration_while_the_script_is_stopped(inline_results,
             wait_until(lambda: state_of(pid) != "T", 10, "the script goes on")
         out, _ = popen.communicate(timeout=60)
         assert popen.returncode == 0
+    return folder, out
+
+
+def test_workers_finish_an_iteration_while_the_script_is_stopped(recorded):
+    _, out = recorded
+    assert out.splitlines()[0] == "started" and out.count("started") == 1
+
+
+def test_three_workers_give_the_numbers_of_inline_and_a_run_replays(inline_results, recorded):
+    folder, out = recorded
     assert json.loads(out.splitlines()[-1]) == inline_results["sync"]
+    workers = tuple(f"worker-{index}" for index in range(3))
+    compared = replay(folder / "controller.record", ControllerMachine(workers))
+    compared += replay(folder / "optimizer.record", OptimizerMachine(workers))
+    for worker in workers:
+        compared += replay(folder / f"{worker}.record", WorkerMachine(worker, workers))
+    assert compared > 100
+
+
+def test_asynchronous_under_plain_python_gives_the_numbers_of_inline(inline_results):
+    run = run_script(SCRIPTS / "train_small.py", launcher=False, RPRUNTIME_DEVICES="cpu:2", SCRIPT_ASYNC="1")
+    assert result_of(run) == inline_results["async"]
+    assert inline_results["async"] != inline_results["sync"]
 
 
 def script_pid(launcher: int) -> int:
