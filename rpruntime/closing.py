@@ -86,10 +86,12 @@ def _iteration(model: Model) -> int:
 
 def _abandon(model: Model, *, sealed: bool) -> None:
     """Cancel what still runs (`sealed`: also what steps wait for); waits a while for who does not answer."""
-    model.client.do(ev.AbandonEvent(model.number, sealed))
-    model.client.wait(
-        lambda: not model.client.machine.is_cancelling(model.number), "the end of what ran", ABANDON_TIMEOUT_S
-    )
+    machine = model.client.machine
+    while True:  # of evaluations, one goes at a time
+        model.client.do(ev.AbandonEvent(model.number, sealed))
+        if not machine.is_cancelling(model.number):
+            return
+        model.client.wait(lambda: not machine.is_cancelling(model.number), "the end of what ran", ABANDON_TIMEOUT_S)
 
 
 def end(model: Model) -> None:

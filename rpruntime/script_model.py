@@ -23,7 +23,7 @@ class ScriptModel:
     """Of one loaded model. Processes have the modules as they were when this was made."""
 
     def __init__(self, model: Model) -> None:
-        self._root = root = model.module
+        root = model.module
         self._optimized = {
             id(p) for group in (model.optimizer.param_groups if model.optimizer else ()) for p in group["params"]
         }

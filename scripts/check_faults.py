@@ -35,7 +35,7 @@ class Mortal(nn.Module):
         super().__init__()
         self.layer = layer
         self.folder = Path(folder)
-        self.middle = num_microbatches // 2
+        self.num_microbatches = num_microbatches
         self.calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -46,7 +46,7 @@ class Mortal(nn.Module):
 
     def _end(self, gradient: torch.Tensor) -> None:
         self.calls += 1
-        if self.calls % (2 * self.middle) != self.middle:
+        if self.calls % self.num_microbatches != self.num_microbatches // 2:
             return
         for how in ("kill", "assert"):
             try:
@@ -144,14 +144,15 @@ def main() -> int:
         train(options)
         return 0
     first: list[dict[str, Any]] = []
-    worst = 0.0
+    differences: list[float] = []
     for devices in options.devices:
         quiet = run(devices)
         first = first or quiet
         rows = [*quiet, *compare(options, devices, quiet)]
-        worst = max(worst, *(abs(a["loss"] - b["loss"]) for a, b in zip([*first, *first], rows, strict=True)))
-    print(json.dumps({"largest_difference": worst, "limit": MAX_DIFFERENCE}), flush=True)
-    return 0 if worst <= MAX_DIFFERENCE else 1
+        differences += [abs(a["loss"] - b["loss"]) for a, b in zip([*first, *first], rows, strict=True)]
+    well = all(difference <= MAX_DIFFERENCE for difference in differences)  # not so of what is no number
+    print(json.dumps({"largest_difference": max(differences), "limit": MAX_DIFFERENCE, "well": well}), flush=True)
+    return 0 if well else 1
 
 
 if __name__ == "__main__":

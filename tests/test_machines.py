@@ -492,6 +492,27 @@ def test_models_may_be_given_up_at_any_moment(seed):
     script.finish()
 
 
+@examples(100)
+@given(st.integers(0, 10**9))
+def test_steps_end_though_evaluations_beside_them_are_given_up(seed):
+    """One cancel is one call; what is sealed goes on."""
+    script = Script(seed)
+    cluster, machine = script.cluster, script.machine
+    for _ in range(12):
+        script._act(script.rng.choice(script.models))
+        cluster.settle(script.rng.choice([0, 5, 50]))
+    for model in script.models:
+        while True:
+            cluster.controller.handle(ev.AbandonEvent(model, False))
+            if not machine.is_cancelling(model):
+                break
+            while machine.is_cancelling(model):
+                assert cluster.advance(), "somebody never answers a cancel"
+    assert not any(machine.is_running(call) for call in machine._calls if machine._calls[call].event.inference)
+    cluster.settle()
+    assert all(not machine.unfinished_steps(model) for model in script.models)
+
+
 def test_calls_do_fail_in_a_fair_share_of_the_scripts():
     failed = survived = 0
     for seed in range(60):

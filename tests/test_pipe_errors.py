@@ -627,6 +627,55 @@ def test_a_stage_of_several_layers_names_the_layer(session: PausedSession, grain
         assert caught.value.rp_context.layer == 3
 
 
+class InPlace(torch.autograd.Function):
+    """Doubles a tensor in place; its backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise Own("out of luck", 17)
+
+
+class ReturnsItsParameter(nn.Module):
+    """As a head does whose loss multiplies by its weights; notes how many hooks they have."""
+
+    hooks: list[int] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.hooks.append(len(self.weight._backward_hooks or {}))
+        return x * 1, self.weight
+
+
+def test_a_layer_that_changes_its_input_in_place_is_named(session: PausedSession) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Returns(InPlace.apply), nn.Linear(4, 1))
+    plan = ExecutionPlan([], [range(4)])
+    with rp.RoundPipe(model, sgd(model), loss_fn=mse, num_microbatches=1, plan=plan, session=session) as pipe:
+        with pytest.raises(Own) as caught:
+            float(pipe.forward_backward(torch.randn(4, 4), torch.randn(4, 1)))
+        assert caught.value.rp_context.layer == 2
+
+
+def test_no_hook_stays_on_a_parameter_that_a_layer_returns(session: PausedSession) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), ReturnsItsParameter())
+    ReturnsItsParameter.hooks.clear()
+    with rp.RoundPipe(
+        model, sgd(model), loss_fn=lambda out, y: ((out[0] * out[1]).sum(1, keepdim=True) - y).pow(2).mean(),
+        num_microbatches=2, plan=ExecutionPlan([], [range(3)]), session=session,
+    ) as pipe:  # fmt: skip
+        for _ in range(3):
+            float(pipe.forward_backward(torch.randn(4, 4), torch.randn(4, 1)))
+            pipe.step().result()
+    assert ReturnsItsParameter.hooks == [0] * 6
+
+
 class Pair(nn.Module):
     """(x, skip) -> (x, skip), the skip as it is; `where`: what fails in its backward."""
 

@@ -91,7 +91,7 @@ class Cancels:
     def takes_along(self, model: int, step: int) -> bool:
         """Whether a step goes with an iteration that is being given up."""
         cancel = self._open.get(model)
-        return cancel is not None and cancel.abandoned and step >= (cancel.iteration or 0)
+        return cancel is not None and cancel.abandoned and cancel.iteration is not None and step >= cancel.iteration
 
     def open_calls(self, number: int) -> tuple[int, ...]:
         """Calls that go with the model's open iteration when it is given up: evaluations issued since it began too."""

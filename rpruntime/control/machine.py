@@ -194,7 +194,7 @@ class ControllerMachine:
         return self._roster.replaced()
 
     def has_model(self, model: int) -> bool:
-        """Whether a model is there."""
+        """Whether a model is there (tests)."""
         return model in self._models
 
     def iteration(self, model: int) -> int:
@@ -202,7 +202,7 @@ class ControllerMachine:
         return self._models[model].iteration
 
     def version_read(self, model: int) -> int:
-        """The version that the open iteration of a model reads."""
+        """The version that the open iteration of a model reads (tests)."""
         return self._models[model].version_read()
 
     def step_number(self, model: int, iteration: int | None = None) -> int:
@@ -215,7 +215,7 @@ class ControllerMachine:
         return self._models[model].seed
 
     def wanted_calls(self, model: int) -> tuple[int, ...]:
-        """Calls whose gradients wait for the next step."""
+        """Calls whose gradients wait for the next step (tests)."""
         return tuple(self._models[model].open.wanted)
 
     def unfinished_steps(self, model: int) -> tuple[int, ...]:

@@ -514,7 +514,7 @@ class OptimizerMachine:
             self._add_what_is_next(msg.model, iteration, total)
         model.waiting[msg.call].discard(place)
         self._start_step(msg.model, model)
-        self._answer_reads(msg.model, model)
+        self._answer_reads(model)
 
     def _add_what_is_next(self, number: int, iteration: int, total: _Sum) -> None:
         while total.order and total.order[0] in total.arrived:
@@ -690,9 +690,9 @@ class OptimizerMachine:
     def _on_read(self, msg: ReadStateMsg) -> None:
         model = self._models[msg.model]
         model.reads.append(msg)
-        self._answer_reads(msg.model, model)
+        self._answer_reads(model)
 
-    def _answer_reads(self, number: int, model: _Model) -> None:
+    def _answer_reads(self, model: _Model) -> None:
         for msg in [msg for msg in model.reads if not any(model.waiting.get(call) for call in msg.calls)]:
             model.reads.remove(msg)
             iteration = model.calls[msg.calls[0]] if msg.calls else -1

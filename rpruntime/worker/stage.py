@@ -289,10 +289,10 @@ class Stage:
             seed = self._model.msg.seed if call.seed is None else call.seed
             number = layer_seed(seed, call.iteration, call.first_microbatch + self._m, position)
             seed_generators(number, self._transfers.device)
-            passed_on = set(map(id, tensors_within(value))) if watched else set()
+            got = {(id(tensor), tensor._version) for tensor in tensors_within(value)} if watched else set()
             value = layer.module(*value[0], **value[1]) if position == 0 else layer.module(value)
             if watched:
-                self._watch_backward(value, position, passed_on)
+                self._watch_backward(value, position, got)
             since = self._mark(phase, position, position + 1, since)
             if layer.spec.buffers and commit:
                 self._publish_buffers(position)
@@ -300,9 +300,9 @@ class Stage:
                 self._publish_value(self._key("act", position + 1), value, entered)
         return value
 
-    def _watch_backward(self, value: Any, position: int, passed_on: set[int]) -> None:
-        """When backward comes to what this layer made, it is in this layer: errors name it. `passed_on`: ids of what
-        the layer got; a tensor that it returns as it is belongs to the one before."""
+    def _watch_backward(self, value: Any, position: int, got: set[tuple[int, int]]) -> None:
+        """When backward comes to what this layer made, it is in this layer: errors name it. `got`: (id, version) of the
+        layer's input; a tensor that it returns as it is belongs to the one before, and a parameter to nobody."""
         microbatch = self._m
 
         def entering(_: torch.Tensor) -> None:
@@ -310,7 +310,7 @@ class Stage:
             self._status.at(self.task.slot, "backward", position, microbatch)
 
         for tensor in tensors_within(value):
-            if tensor.requires_grad and id(tensor) not in passed_on:
+            if tensor.grad_fn is not None and (id(tensor), tensor._version) not in got:
                 tensor.register_hook(entering)
 
     def _buffers_before(self, position: int) -> Key:
