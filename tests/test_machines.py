@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from rpruntime.control import events as ev
 from rpruntime.control.machine import ControllerMachine
+from rpruntime.optimizer.machine import AddSlab, KeepBuffers, ModelFilledEvent, OptimizerMachine, Send
 from rpruntime.schedule.plan import ExecutionPlan
 from rpruntime.store.handle import Extent
 from rpruntime.wire import messages as msgs
+from rpruntime.wire import succession as sc
 from tests.cluster import ERROR, Cluster, make_spec, payload, random_plan
 from tests.examples import examples
 
@@ -209,19 +211,27 @@ class Script:
         return self.origins.get((model, place), place)
 
     def detach(self) -> None:
-        """Everything is over first; what no step has taken is kept."""
+        """As a program does it: it has heard of the end of all calls and steps; gradients may be on their way."""
         cluster = self.cluster
-        cluster.settle()
+        cluster.settle_until(self._is_heard_of)
         self.kept, self.heads = {}, {}
         for model in self.models:
             self.kept[model] = self.machine.wanted_calls(model)
             self.heads[model] = self._head(model)
             cluster.controller.handle(ev.KeepOpenEvent(model))
-        cluster.settle()
+        cluster.settle_until(lambda: cluster.controller.kept >= set(self.models))
         assert cluster.controller.kept == set(self.models)
         self.succeed(lossy=False)
         self.num_kept += sum(bool(calls) for calls in self.kept.values())
         self.kept, self.heads = {}, {}
+
+    def _is_heard_of(self) -> bool:
+        calls = [call for model in self.models for call in self.machine.wanted_calls(model)]
+        return not (
+            any(self.machine.is_running(call) for call in (*calls, *self.inferred))
+            or any(self.machine.is_cancelling(model) or self.machine.unfinished_steps(model) for model in self.models)
+            or self.cluster.controller.saves
+        )
 
     def check_found(self, model: int, iteration: int) -> None:
         """The new controller has the newest version and the buffers that belong to it, and what was kept."""
@@ -360,6 +370,27 @@ def test_a_controller_that_detaches_leaves_its_sums_to_the_next_one(seed, deaths
     script.check_steps()
     script.check_work()
     script.finish()
+
+
+def test_gradients_are_kept_when_all_have_come_whatever_link_is_faster():
+    spec = make_spec(1, random.Random(3), 2, asynchronous=False, grain="stage")
+    assert [sum(spec.units[unit].trainable for unit in layer.units) for layer in spec.layers] == [1, 1]
+    machine = OptimizerMachine(("worker-0",))
+    machine.handle(spec, ModelFilledEvent(1, tuple(Extent("optimizer.1", "x", n, 4) for n in range(len(spec.units)))))
+    machine.handle(msgs.ExpectSlabsMsg(1, 0, 7, ((3, 0, 2),)))
+
+    def came(position):
+        found = [unit for unit in spec.layers[position].units if spec.units[unit].trainable]
+        parts = tuple(msgs.SlabPart(unit, Extent("worker-0.1", "y", unit, 4), (True,)) for unit in found)
+        return [
+            type(i.msg if isinstance(i, Send) else i)
+            for i in machine.handle(msgs.SlabReadyMsg(1, 7, 3, position, parts))
+        ]
+
+    came(1)
+    assert machine.handle(sc.KeepOpenMsg(1, (7,), 1, ())) == []
+    assert came(0) == [AddSlab, msgs.SlabDoneMsg, KeepBuffers, sc.KeptMsg]
+    assert machine.handle(sc.KeepOpenMsg(1, (7,), 1, ()))[-1] == Send("controller", sc.KeptMsg(1)), "all are here"
 
 
 def test_what_an_older_controller_has_left_goes_with_the_iteration_that_is_given_up():

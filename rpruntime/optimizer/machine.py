@@ -382,6 +382,8 @@ class _Model:
     """Whether the running step is done but for the buffers."""
     previous: dict[int, Extent] = field(default_factory=dict)
     """Master copies of the version before."""
+    to_keep: KeepOpenMsg | None = None
+    """Waits for the last gradients: the calls' ends are told by another link than they come by."""
     open: KeepOpenMsg | None = None
     """What a controller that detached has left of the open iteration."""
 
@@ -515,6 +517,7 @@ class OptimizerMachine:
         model.waiting[msg.call].discard(place)
         self._start_step(msg.model, model)
         self._answer_reads(model)
+        self._keep_open(model)
 
     def _add_what_is_next(self, number: int, iteration: int, total: _Sum) -> None:
         while total.order and total.order[0] in total.arrived:
@@ -641,7 +644,7 @@ class OptimizerMachine:
 
     def _on_discard(self, msg: DiscardMsg) -> None:
         model = self._models[msg.model]
-        model.open = None
+        model.open = model.to_keep = None
         if not msg.calls:
             return
         iteration = model.calls[msg.calls[0]]
@@ -662,7 +665,7 @@ class OptimizerMachine:
             if model.awaits_buffers:
                 self._finish_step(msg.model, model)
             return
-        model.open = None
+        model.open = model.to_keep = None
         model.buffers = {key: b for key, b in model.buffers.items() if not msg.first_call <= key[0] <= msg.last_call}
         for iteration in {model.calls[call] for call in gone}:
             self._drop_iteration(msg.model, model, iteration)
@@ -854,8 +857,16 @@ class OptimizerMachine:
         return True
 
     def _on_keep_open(self, msg: KeepOpenMsg) -> None:
-        """All its gradients have come, and lie in this process's own memory."""
         model = self._models[msg.model]
+        model.to_keep = msg
+        self._keep_open(model)
+
+    def _keep_open(self, model: _Model) -> None:
+        """What a controller leaves is complete when all its gradients lie in this process's own memory."""
+        msg = model.to_keep
+        if msg is None or any(model.waiting[call] for call in msg.calls):
+            return
+        model.to_keep = None
         if msg.num_microbatches:  # else the iteration is as the step before it left it
             model.open = msg
             self._out.append(KeepBuffers(msg.model, msg.buffers, head=True))
