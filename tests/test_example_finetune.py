@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -315,8 +316,9 @@ def _validation(example: ModuleType, folder: Path) -> Any:
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("default")  # of what reads the log
 def test_learns_by_heart_saves_resumes_and_exports(tmp_path: Path, example: ModuleType) -> None:
-    saves = [f"--save={tmp_path / 'saved'}", "--save-every=50", "--keep=1"]
+    saves = [f"--save={tmp_path / 'saved'}", "--save-every=50", "--keep=2"]
     out = _run(tmp_path / "a", "--epochs=14", *saves, "--export=export", "--log=log", "--samples=4")
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["step-100", "step-120"]
     losses = _logged(tmp_path / "a" / "log", "train/loss")
     assert list(losses) == list(range(1, 121))
     assert losses[1] > 5
@@ -338,6 +340,7 @@ def test_learns_by_heart_saves_resumes_and_exports(tmp_path: Path, example: Modu
         assert tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True).strip() == sample["said"]
 
     # From the checkpoint of step 100, on another number of devices: the same losses to the bit.
+    shutil.rmtree(tmp_path / "saved" / "step-120")
     _run(tmp_path / "b", "--epochs=14", *saves, "--resume", "--log=log", "--samples=0", devices="cpu:1")
     again = _logged(tmp_path / "b" / "log", "train/loss")
     assert again == {step: loss for step, loss in losses.items() if step > 100}
