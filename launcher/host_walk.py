@@ -164,6 +164,12 @@ def walk_optimizer(
     return arena
 
 
+def _trained(layout: ModelLayout, stage: range) -> Iterator[Any]:
+    """The units of a stage that get gradients, deepest layer first; a shared one at each of its layers."""
+    for position in reversed(stage):
+        yield from (unit for unit in map(layout.units.__getitem__, layout.layer_units[position]) if unit.trainable)
+
+
 def _backward(
     arena: PaperArena, layout: ModelLayout, plan: ExecutionPlan, previous: dict[int, Extent], timing: Timing
 ) -> dict[int, Extent]:
@@ -171,9 +177,7 @@ def _backward(
     kept: dict[int, Extent] = {}
     leaving: deque[list[Extent]] = deque()
     for stage in plan.backward:
-        for unit in (layout.units[number] for position in reversed(stage) for number in layout.layer_units[position]):
-            if not unit.trainable:
-                continue
+        for unit in _trained(layout, stage):
             first = kept.get(unit.index)
             nbytes = gradient_layout(unit)[1]
             if first is None:
@@ -298,8 +302,7 @@ class WorkersWalk:
 
     def _gradients(self, stage: range, arena: PaperArena) -> list[Extent]:
         """Of a slot, deepest layer first; they stay until the optimizer has taken them."""
-        units = (self._layout.units[n] for position in reversed(stage) for n in self._layout.layer_units[position])
-        return [arena.allocate(gradient_layout(unit)[1]) for unit in units if unit.trainable]
+        return [arena.allocate(gradient_layout(unit)[1]) for unit in _trained(self._layout, stage)]
 
     def _free(self, extent: Extent) -> None:
         next(arena for arena in self.arenas if arena.owner == extent.owner).free(extent)

@@ -44,11 +44,6 @@ def begin() -> None:
 def die(how: str) -> None:
     if how == "exit":
         os._exit(3)
-    if how == "assert":  # in a kernel: CUDA tells of it when the device is looked at next
-        import torch
-
-        torch.zeros(1, device="cuda")[torch.tensor([5], device="cuda")]
-        return
     if how == "sleep":
         while True:
             time.sleep(1)
