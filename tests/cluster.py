@@ -268,6 +268,9 @@ class Optimizer:
         self.kept: dict[tuple[int, bool], dict[int, Extent]] = {}
         """(model, whether after the open iteration's calls) -> position -> copy of the buffers there."""
         self.told: set[Extent] = set()
+        self.failing: set[int] = set()
+        """Models of which the next gradient, norm or step cannot be worked out."""
+        self.failed: set[int] = set()
 
     def handle(self, *events: Any) -> None:
         opened = [self.cluster.spec(e.model) if isinstance(e, msgs.LoadModelMsg) else e for e in events]
@@ -278,6 +281,14 @@ class Optimizer:
 
     def act(self, choice: Any) -> None:
         instruction = self.todo.popleft()
+        work = om.AddSlab | om.MeasureNorm | om.StepUnit
+        if isinstance(instruction, work):
+            assert instruction.model not in self.failed, f"{instruction} for a model that has failed"
+            if instruction.model in self.failing:
+                self.failed.add(instruction.model)
+                self.todo = deque(i for i in self.todo if not (isinstance(i, work) and i.model in self.failed))
+                self._happened(om.WorkFailedEvent(instruction.model))
+                return
         getattr(self, f"_{type(instruction).__name__}")(instruction)
 
     def _happened(self, event: Any) -> None:

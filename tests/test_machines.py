@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from rpruntime.control import events as ev
 from rpruntime.control.machine import ControllerMachine
-from rpruntime.optimizer.machine import AddSlab, KeepBuffers, ModelFilledEvent, OptimizerMachine, Send
+from rpruntime.optimizer.machine import (
+    AddSlab,
+    ForgetModel,
+    KeepBuffers,
+    ModelFilledEvent,
+    OptimizerMachine,
+    Send,
+    StepUnit,
+    WorkFailedEvent,
+)
 from rpruntime.schedule.plan import ExecutionPlan
 from rpruntime.store.handle import Extent
 from rpruntime.wire import messages as msgs
@@ -61,6 +70,11 @@ class Script:
     def machine(self):
         return self.cluster.controller.machine
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing has to go on before a model is given up."""
+        return self.cluster.controller.ended or bool(self.cluster.optimizer.failed)
+
     def run(self, actions: int) -> None:
         for _ in range(actions):
             self._act(self.rng.choice(self.models))
@@ -93,7 +107,7 @@ class Script:
         if kind == "call":
             while len(self.machine.unfinished_steps(model)) > 1:
                 if not self.cluster.advance():
-                    assert self.cluster.controller.ended, "the step two iterations back never finishes"
+                    assert self.has_ended, "the step two iterations back never finishes"
                     return
             if not self.machine.is_cancelling(model):
                 self._call(model)
@@ -115,7 +129,7 @@ class Script:
         elif kind == "discard" and self.machine.wanted_calls(model):
             while any(self.machine.is_running(call) for call in self.machine.wanted_calls(model)):
                 if not self.cluster.advance():
-                    assert self.cluster.controller.ended, "a running call never completes"
+                    assert self.has_ended, "a running call never completes"
                     return
             if not self.machine.is_cancelling(model):
                 self.cluster.controller.handle(ev.DiscardEvent(model))
@@ -123,6 +137,8 @@ class Script:
     def _restore(self, model: int) -> None:
         """Everything is over first: saves, steps, calls, whose gradients are discarded."""
         self.cluster.settle()
+        if self.has_ended:
+            return
         if self.machine.wanted_calls(model):
             self.cluster.controller.handle(ev.DiscardEvent(model))
         assert not self.machine.unfinished_steps(model) and not self.cluster.controller.saves
@@ -542,6 +558,61 @@ def test_steps_end_though_evaluations_beside_them_are_given_up(seed):
     assert not any(machine.is_running(call) for call in machine._calls if machine._calls[call].event.inference)
     cluster.settle()
     assert all(not machine.unfinished_steps(model) for model in script.models)
+
+
+@examples(150)
+@given(st.integers(0, 10**9), st.booleans())
+def test_a_model_of_which_the_optimizer_misses_something_is_never_stepped_again(seed, another_goes_on):
+    """Its gradient had no room, say; whoever goes on, or closes it, finds nothing of it."""
+    script = Script(seed)
+    cluster, optimizer = script.cluster, script.cluster.optimizer
+    for _ in range(12):
+        whole = [model for model in script.models if model not in optimizer.failed]
+        if not whole:
+            break
+        script._act(script.rng.choice(whole))
+        if script.rng.random() < 0.15:
+            optimizer.failing.add(script.rng.choice(whole))
+        cluster.settle(script.rng.choice([0, 5, 50]))
+    optimizer.failing.clear()
+    if another_goes_on:
+        script.succeed(lossy=script.rng.random() < 0.5)
+        assert not optimizer.failed & set(script.models)
+    else:
+        script.models = [model for model in script.models if model not in optimizer.failed]
+        cluster.settle()
+        for model in optimizer.failed:  # as the pipe does it
+            while True:
+                cluster.controller.handle(ev.AbandonEvent(model, True))
+                if not script.machine.is_cancelling(model):
+                    break
+                while script.machine.is_cancelling(model):
+                    assert cluster.advance(), "somebody never answers a cancel"
+            cluster.controller.handle(ev.ModelRemovedEvent(model))
+            for save in [save for of, save in cluster.controller.saves if of == model]:
+                cluster.controller._DropSave(ev.DropSave(model, save))
+                optimizer.copies.pop((model, save), None)
+        script.inferred = [call for call in script.inferred if call in cluster.controller.finished]
+    script.stepped = {place: calls for place, calls in script.stepped.items() if place[0] not in optimizer.failed}
+    if script.models:
+        script.run(actions=4)
+    script.check_steps()
+    script.finish()
+
+
+def test_a_step_that_was_to_follow_a_gradient_without_room_is_not_done():
+    spec = make_spec(1, random.Random(3), 2, asynchronous=False, grain="stage")
+    machine = OptimizerMachine(("worker-0",))
+    machine.handle(spec, ModelFilledEvent(1, tuple(Extent("optimizer.1", "x", n, 4) for n in range(len(spec.units)))))
+    machine.handle(msgs.ExpectSlabsMsg(1, 0, 7, ((3, 0, 2),)), msgs.StepMsg(1, 0, (7,), ({},), None, (7, 0)))
+    parts = tuple(msgs.SlabPart(unit, Extent("worker-0.1", "y", unit, 4), (True,)) for unit in spec.layers[1].units)
+    machine.handle(msgs.SlabReadyMsg(1, 7, 3, 1, parts))
+    machine.handle(WorkFailedEvent(1))
+    rest = machine.handle(msgs.SlabReadyMsg(1, 7, 3, 0, ()))
+    assert [type(i.msg) for i in rest] == [msgs.SlabDoneMsg], "the worker's memory is free all the same"
+    assert not any(isinstance(i, StepUnit) for i in machine.handle(msgs.StepMsg(1, 1, (), ({},), None, (7, 0))))
+    forgotten = machine.handle(sc.ResetMsg(2, {"worker-0": 1}, ()))
+    assert [type(i) for i in forgotten[:1]] == [ForgetModel]
 
 
 def test_calls_do_fail_in_a_fair_share_of_the_scripts():

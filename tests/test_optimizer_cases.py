@@ -244,6 +244,42 @@ def test_a_setting_that_the_kernel_refuses_is_an_error_of_the_step(session: Paus
         pipe.close()
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_no_step_is_done_without_a_gradient_that_found_no_room(
+    session: PausedSession, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    pipe = rp.RoundPipe(
+        model, optimizer, loss_fn=identity, num_microbatches=1, asynchronous=asynchronous, session=session
+    )
+    add = Unit.add
+
+    def add_some(unit: Unit, iteration: int, part: SlabPart) -> None:
+        if iteration == 1 and unit.spec.positions == (0,):
+            raise rp.RoundPipeError("no room for a gradient")
+        add(unit, iteration, part)
+
+    monkeypatch.setattr(Unit, "add", add_some)
+    shell = session._optimizer[1]
+    (loaded,) = shell._models.values()
+    params = [param for unit in loaded.units if unit is not None for param in unit.params]
+    pipe.forward_backward(torch.ones(2, 4), torch.zeros(2))
+    pipe.step().result()
+    before = [param.detach().clone() for param in params]
+    session.paused = True
+    pipe.forward_backward(torch.ones(2, 4), torch.zeros(2))
+    info = pipe.step()
+    session.paused = False
+    with pytest.raises(rp.RoundPipeError, match="no room for a gradient"):
+        info.result()
+    with pytest.raises(rp.RoundPipeError, match="no room for a gradient"):
+        pipe.forward_backward(torch.ones(2, 4), torch.zeros(2))
+    assert all(map(torch.equal, params, before)), "nothing was stepped"
+    with pytest.raises(rp.RoundPipeError, match="no room for a gradient"):
+        pipe.close()
+
+
 WATCHED = """
 import sys
 import torch  # may start what it likes

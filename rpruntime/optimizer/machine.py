@@ -68,6 +68,8 @@ CONTROLLER = "controller"
 LAUNCHER = "launcher"
 ROLE = "optimizer"
 
+_NOT_WHOLE = "its weights are not whole: the optimizer could not take a gradient or finish a step"
+
 SlabId = tuple[int, int, int, int]
 """(call, slot, position, unit)"""
 
@@ -134,6 +136,13 @@ class UnitRestoredEvent:
     unit: int
     extent: Extent
     previous: Extent | None
+
+
+@dataclass(frozen=True)
+class WorkFailedEvent:
+    """An instruction about a model could not be carried out: its gradients or weights are not what they should be."""
+
+    model: int
 
 
 # --- to the shell
@@ -374,6 +383,8 @@ class _Model:
     """What the controller said when the model was loaded, or last got new weights; None: it is still loading."""
     torn: bool = False
     """Whether weights have been announced that have not all come: nothing could go on from here."""
+    failed: bool = False
+    """Whether an instruction has failed: nothing is added or stepped any more, and nobody goes on from here."""
     buffers: dict[tuple[int, int], dict[int, Payload]] = field(default_factory=dict)
     """(call, micro-batch) -> position -> the buffers after it, as the workers told."""
     kept_from: tuple[int, int] = (0, 0)
@@ -424,6 +435,7 @@ class OptimizerMachine:
             ForgetMsg: lambda msg: self._out.append(Forget(msg.segments)),
             NormEvent: self._on_norm,
             UnitSteppedEvent: self._on_unit_stepped,
+            WorkFailedEvent: self._on_work_failed,
             DataReadyMsg: self._on_buffers,
             NoteModelMsg: self._on_note,
             KeepOpenMsg: self._on_keep_open,
@@ -523,7 +535,7 @@ class OptimizerMachine:
         while total.order and total.order[0] in total.arrived:
             slab = total.order.popleft()
             part = total.arrived.pop(slab)
-            if part is not None:
+            if part is not None and not self._models[number].failed:
                 self._out.append(AddSlab(number, iteration, part))
             self._done([slab])
 
@@ -536,8 +548,32 @@ class OptimizerMachine:
     def _on_step(self, msg: StepMsg) -> None:
         model = self._models[msg.model]
         model.open = None
-        model.steps.append(msg)
-        self._start_step(msg.model, model)
+        if not model.failed:
+            model.steps.append(msg)
+            self._start_step(msg.model, model)
+
+    def _on_work_failed(self, event: WorkFailedEvent) -> None:
+        """What was to follow is not done; the shell drops what it has been told. The controller hears why from there.
+
+        A gradient that could not be taken would be missing in the step, and a step that ends half way has changed
+        some of its weights in place.
+        """
+        model = self._models.get(event.model)
+        if model is None:
+            return
+        model.failed = True
+        model.running, model.awaits_buffers = None, False
+        model.steps.clear()
+        model.to_step.clear()
+        model.held_back.clear()
+        model.reads.clear()
+        model.open = model.to_keep = None
+        late, model.late_cancels = model.late_cancels, []
+        for cancel in late:
+            self._on_cancel(cancel)
+        snapshots, model.snapshots = model.snapshots, []
+        for snapshot in snapshots:
+            self._fail_snapshot(event.model, snapshot.msg.save, _NOT_WHOLE)
 
     def _start_step(self, number: int, model: _Model) -> None:
         if model.running is not None or not model.steps:
@@ -692,8 +728,9 @@ class OptimizerMachine:
 
     def _on_read(self, msg: ReadStateMsg) -> None:
         model = self._models[msg.model]
-        model.reads.append(msg)
-        self._answer_reads(model)
+        if not model.failed:
+            model.reads.append(msg)
+            self._answer_reads(model)
 
     def _answer_reads(self, model: _Model) -> None:
         for msg in [msg for msg in model.reads if not any(model.waiting.get(call) for call in msg.calls)]:
@@ -706,6 +743,9 @@ class OptimizerMachine:
 
     def _on_snapshot(self, msg: SnapshotMsg) -> None:
         model = self._models[msg.model]
+        if model.failed:
+            self._send(CONTROLLER, SnapshotFailedMsg(msg.model, msg.save, _NOT_WHOLE))
+            return
         units = sorted((u for u in model.spec.units if u.trainable), key=lambda u: u.positions[0])
         model.snapshots.append(_Snapshot(msg, deque(unit.index for unit in units)))
         self._copy_next(msg.model, model)
@@ -788,8 +828,11 @@ class OptimizerMachine:
         if model is None:
             return
         model.copying = False
-        self._send(CONTROLLER, SnapshotFailedMsg(event.model, event.save, event.reason))
-        self._end_snapshot(event.model, event.save)
+        self._fail_snapshot(event.model, event.save, event.reason)
+
+    def _fail_snapshot(self, number: int, save: int, reason: str) -> None:
+        self._send(CONTROLLER, SnapshotFailedMsg(number, save, reason))
+        self._end_snapshot(number, save)
 
     def _on_restore(self, msg: RestoreMsg) -> None:
         model = self._models[msg.model]
@@ -858,8 +901,9 @@ class OptimizerMachine:
 
     def _on_keep_open(self, msg: KeepOpenMsg) -> None:
         model = self._models[msg.model]
-        model.to_keep = msg
-        self._keep_open(model)
+        if not model.failed:
+            model.to_keep = msg
+            self._keep_open(model)
 
     def _keep_open(self, model: _Model) -> None:
         """What a controller leaves is complete when all its gradients lie in this process's own memory."""
@@ -901,7 +945,7 @@ class OptimizerMachine:
             return
         msg, self._reset = self._reset, None
         for number, model in list(self._models.items()):
-            if model.torn or model.note is None:
+            if model.torn or model.failed or model.note is None:
                 del self._models[number]
                 self._out.append(ForgetModel(number))
             else:

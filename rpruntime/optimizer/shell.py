@@ -139,8 +139,16 @@ class OptimizerShell:
             self._carry_out_now(instruction)
         except Exception as err:
             log.exception("carrying out %s", type(instruction).__name__)
-            error = describe(err, phase="step", device=self._post.role)
-            self._post.send(m.CONTROLLER, RoleFailedMsg(self._post.role, _model_of(instruction), error))
+            error, model = describe(err, phase="step", device=self._post.role), _model_of(instruction)
+            self._post.send(m.CONTROLLER, RoleFailedMsg(self._post.role, model, error))
+            if not isinstance(instruction, m.ReadState):
+                self._give_up(model)
+
+    def _give_up(self, model: int) -> None:
+        """Nothing that would use or change a model's weights and gradients is done any more."""
+        work = m.AddSlab | m.MeasureNorm | m.StepUnit
+        self._todo = deque(i for i in self._todo if not (isinstance(i, work) and i.model == model))
+        self._happened(m.WorkFailedEvent(model))
 
     def _carry_out_now(self, instruction: Any) -> None:
         began = time.monotonic()
