@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -56,21 +57,25 @@ def undisturbed() -> dict[str, dict]:
 @pytest.mark.parametrize(
     "mode, more",
     [
-        ("async", {"SCRIPT_ASYNC": "1"}),
+        ("async", {"SCRIPT_ASYNC": "1", "RPRUNTIME_REHEARSAL": "all"}),
         pytest.param("sync", {}, marks=pytest.mark.slow),
         pytest.param("sync", started_alone(), marks=pytest.mark.slow),
     ],
     ids=["async", "sync", "sync, without the fork server"],
 )
-def test_deaths_in_forward_backward_and_hand_over_change_no_number(undisturbed, mode, more):
+def test_deaths_in_forward_backward_and_hand_over_change_no_number(undisturbed, mode, more, tmp_path):
     run = run_dying(
         death("worker-0", "forward", 3),
         death("worker-1", "backward", 2, how="segv"),
         death("worker-0", "handed", 1, incarnation=2, how="exit"),
+        flags=("--log-dir", str(tmp_path)),
         **more,
     )
     assert result_of(run) == undisturbed[mode]
     assert deaths_told(run) == 3, run.stderr
+    logs = "".join(path.read_text() for path in tmp_path.glob("*/worker-*.log"))
+    counts = [int(found) for found in re.findall(r"rehearsed (\d+) kinds of stages", logs)]
+    assert len(counts) == (3 if "RPRUNTIME_REHEARSAL" in more else 0) and all(counts), counts
 
 
 def test_the_only_worker_is_killed_at_its_start_and_dies_twice_and_the_run_waits_for_its_replacements(undisturbed):

@@ -38,6 +38,7 @@ import posix_ipc
 from rpruntime.errors import HostMemoryError, RoundPipeError, SessionLost
 from rpruntime.process import start_time
 from rpruntime.store.fdsock import BadPeer, receive, receive_fd, send
+from rpruntime.store.handle import role_of
 from rpruntime.store.limits import HostMemory, check_host_memory, figures, gib, map_limits, read_host_memory
 
 log = logging.getLogger(__name__)
@@ -112,9 +113,10 @@ class SegmentServer:
         self._read_memory = read_memory
         self._path = folder / SOCKET_NAME
         self._lock = threading.Lock()
-        # Guarded by _lock: descriptor and owner of each segment, connections alive, the strangers among them in the
-        # order in which they came.
+        # Guarded by _lock: descriptor and owner of each segment, who has had it, connections alive, the strangers among
+        # them in the order in which they came.
         self._segments: dict[str, tuple[int, str]] = {}
+        self._mapped: dict[str, set[str]] = {}  # by segment, the roles whose processes have had its descriptor
         self._peers: set[socket.socket] = set()
         self._strangers: dict[socket.socket, None] = {}
         self._counter = itertools.count(1)
@@ -149,6 +151,7 @@ class SegmentServer:
         """Drop the descriptor; mappings that others have stay valid."""
         with self._lock:
             entry = self._segments.pop(segment, None)
+            self._mapped.pop(segment, None)
         if entry is not None:
             os.close(entry[0])
 
@@ -288,9 +291,9 @@ class SegmentServer:
                 if not isinstance(nbytes, int) or nbytes <= 0:
                     raise BadPeer(f"{owner} asked for a segment of {nbytes!r} bytes")
                 name, _ = self.create(nbytes, str(request.get("owner") or owner))
-                self._send_fd(peer, name)
+                self._send_fd(peer, name, owner)
             elif op == "open":
-                self._send_fd(peer, str(segment))
+                self._send_fd(peer, str(segment), owner)
             elif op == "release":
                 self.release(str(segment))
                 send(peer, {"ok": True})
@@ -304,6 +307,11 @@ class SegmentServer:
                 with self._lock:
                     found = [[name, os.fstat(fd).st_size] for name, (fd, of) in self._segments.items() if of == wanted]
                 send(peer, {"ok": True, "segments": found})
+            elif op == "mapped":
+                role = str(request.get("role"))
+                with self._lock:
+                    names = [name for name, roles in self._mapped.items() if role in roles]
+                send(peer, {"ok": True, "segments": names})
             elif op == "release_owner":
                 self.release_owner(str(request.get("owner")))
                 send(peer, {"ok": True})
@@ -319,9 +327,11 @@ class SegmentServer:
                 raise
             send(peer, {"ok": False, "kind": "system", "error": str(err)})
 
-    def _send_fd(self, peer: socket.socket, segment: str) -> None:
+    def _send_fd(self, peer: socket.socket, segment: str, owner: str) -> None:
         with self._lock:
             entry = self._segments.get(segment)
+            if entry is not None:
+                self._mapped.setdefault(segment, set()).add(role_of(owner))
             # A copy: another thread may release (and the kernel reuse) the number before it is sent.
             fd = os.dup(entry[0]) if entry is not None else -1
         if fd < 0:
@@ -385,6 +395,10 @@ class SegmentClient:
     def segments_of(self, owner: str) -> list[tuple[str, int]]:
         """(segment, bytes) of all that a process has made."""
         return [(str(name), int(nbytes)) for name, nbytes in self._request({"op": "list", "owner": owner})["segments"]]
+
+    def mapped_by(self, role: str) -> list[str]:
+        """The segments, of those that are still there, that any process of this role has made or opened."""
+        return [str(name) for name in self._request({"op": "mapped", "role": role})["segments"]]
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes of all segments of the session, by owner."""

@@ -17,6 +17,7 @@ from rpruntime.wire.messages import ShutdownMsg
 from rpruntime.wire.succession import ResetDoneMsg, ResetMsg
 from rpruntime.worker.affinity import bind, pci_address, worker_cores
 from rpruntime.worker.memory import free_caches
+from rpruntime.worker.rehearsal import Notebook, rehearse, rehearses
 from rpruntime.worker.shell import WorkerShell
 from rpruntime.worker.transfers import CpuTransfers, CudaTransfers, Transfers
 
@@ -59,10 +60,14 @@ def run(child: Child, page: StatusPage) -> None:
     store = Store(child.segments, pin, unpin)
     arena = Arena(f"{child.role}.{child.incarnation}", child.segments, store)
     peers = tuple(f"worker-{index}" for index in range(len(child.config["devices"])))
+    notes = child.folder / f"{child.role}.rehearsal" if rehearses(transfers.device) else None
     told = False
     try:
+        if notes is not None and child.incarnation > 1:
+            rehearse(notes, store, transfers, child.segments.mapped_by(child.role))
         while True:
-            shell = WorkerShell(child.mailbox, arena, transfers, peers, device, status=page)
+            notebook = Notebook(notes)
+            shell = WorkerShell(child.mailbox, arena, transfers, peers, device, status=page, notebook=notebook)
             if not told:
                 child.ready(info)
                 told = True
@@ -70,6 +75,7 @@ def run(child: Child, page: StatusPage) -> None:
             if reset is None:
                 break
             del shell
+            notebook.clear()
             let_go(arena, transfers, page)
             peers = tuple(role for role in peers if role not in reset.retired)
             child.mailbox.send("launcher", ResetDoneMsg(child.role, reset.incarnation))

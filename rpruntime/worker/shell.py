@@ -21,6 +21,7 @@ from rpruntime.worker.copies import CopyLog
 from rpruntime.worker.failures import describe
 from rpruntime.worker.memory import forget_frames, free_caches, is_out_of_memory
 from rpruntime.worker.modules import WorkerModel, read_bytes
+from rpruntime.worker.rehearsal import Notebook
 from rpruntime.worker.stage import Stage
 from rpruntime.worker.transfers import Transfers, transfers_mode, variant
 from rpruntime.worker.windows import USUAL_SIZES, Windows, WindowSizes
@@ -45,6 +46,7 @@ class WorkerShell:
         device_name: for error messages, "cuda:1".
         status: what it is doing, for its launcher.
         sizes: how weights and gradients are spread over micro-batches.
+        notebook: what its replacement, if there is ever one, is to rehearse.
     """
 
     def __init__(
@@ -56,8 +58,10 @@ class WorkerShell:
         device_name: str,
         status: StatusWriter | None = None,
         sizes: WindowSizes = USUAL_SIZES,
+        notebook: Notebook | None = None,
     ) -> None:
         self._sizes = sizes
+        self._notebook = notebook or Notebook(None)
         self._inline = status is None
         """Whether this is the script's own process, whose user sees for himself what hangs and who is interrupted."""
         self._status = NullStatus() if status is None else status
@@ -93,7 +97,7 @@ class WorkerShell:
         self._carry_out: dict[type, Callable[[Any], Any]] = {
             m.Send: lambda i: self._post.send(i.role, i.msg),
             m.BuildModel: lambda i: self._build(i.msg),
-            m.ForgetModel: lambda i: self._models.pop(i.model, None),
+            m.ForgetModel: self._forget,
             m.StageWeights: self._stage_weights,
             m.Prefetch: self._prefetch,
             m.RunMicrobatch: self._run,
@@ -159,7 +163,9 @@ class WorkerShell:
 
     def _opened(self, msg: Any) -> Any:
         if isinstance(msg, LoadModelMsg):
-            return unpack_struct(read_bytes(self._arena.store, msg.spec))
+            spec = unpack_struct(read_bytes(self._arena.store, msg.spec))
+            self._notebook.add_model(spec, msg.spec)
+            return spec
         return msg
 
     def _collect(self) -> None:
@@ -202,6 +208,10 @@ class WorkerShell:
             self._post.send(m.CONTROLLER, RoleFailedMsg(self._post.role, msg.model, describe(err, phase="load")))
             return
         self._events.append(m.ModelBuiltEvent(msg.model))
+
+    def _forget(self, instruction: m.ForgetModel) -> None:
+        self._models.pop(instruction.model, None)
+        self._notebook.forget_model(instruction.model)
 
     def _adopt(self, instruction: m.Adopt) -> None:
         limit = sum(model.msg.worker_bytes for model in self._models.values())
@@ -273,6 +283,8 @@ class WorkerShell:
         else:
             self._ahead.append(self._transfers.mark())
             self._launched = True
+            if not stage.by_layer:
+                self._notebook.add(instruction)
 
     def _finish(self, instruction: m.FinishSlot) -> None:
         stage = self._stages[instruction.task.slot]

@@ -1,0 +1,228 @@
+"""What a replacement does before it says that it is ready, so that afterwards nobody waits for it.
+
+The first run of a stage in a process takes seconds: libraries are loaded, kernels are chosen or compiled, memory is
+page-locked. A worker notes each kind of stage that it runs for the first time; its replacement runs one micro-batch of
+each on zeros, in memory of its own, while the others do the work, and maps what its predecessors had mapped.
+
+    FOLDER/ROLE.rehearsal    the notes, 0600. Who rehearses takes the file away first: a rehearsal that ends the
+                             process, or hangs, is not tried again by the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from rpruntime.errors import RoundPipeError
+from rpruntime.store.arena import Arena, Store
+from rpruntime.store.handle import Payload, TensorHandle
+from rpruntime.store.segments import PrivateSegments
+from rpruntime.wire.codec import decode, encode, pack_struct, struct, unpack_struct
+from rpruntime.wire.messages import CallMsg, Key, ModelSpec, SlotTask
+from rpruntime.worker.machine import RunMicrobatch
+from rpruntime.worker.memory import free_caches
+from rpruntime.worker.modules import WorkerModel, read_bytes
+from rpruntime.worker.stage import Stage
+from rpruntime.worker.transfers import Transfers, variant
+from rpruntime.worker.windows import Windows
+
+log = logging.getLogger(__name__)
+
+REHEARSAL_VARIABLE = "RPRUNTIME_REHEARSAL"
+"""Which replacements rehearse: those on a "gpu" (the default), "all", or "none"."""
+
+MAX_NOTES = 64
+"""Kinds of stages that are noted: a model of layers that all differ is not run as a whole."""
+
+
+@struct
+@dataclass(frozen=True, slots=True)
+class StageNote:
+    """A micro-batch of a stage, as it was run: of tensors only what they look like."""
+
+    task: SlotTask
+    call: tuple[bytes, ...]
+    """Frames of the `CallMsg`."""
+    inputs: tuple[tuple[Key, Payload], ...]
+
+
+@struct
+@dataclass(frozen=True, slots=True)
+class RehearsalNotes:
+    """All that a process noted; `models` are (number, where its `ModelSpec` lies)."""
+
+    models: tuple[tuple[int, TensorHandle], ...]
+    stages: tuple[StageNote, ...]
+
+
+def rehearses(device: torch.device) -> bool:
+    """Whether replacements on this kind of device rehearse."""
+    choice = variant(REHEARSAL_VARIABLE, "gpu", "all", "none")
+    return choice == "all" or (choice == "gpu" and device.type != "cpu")
+
+
+class Notebook:
+    """A worker's notes for its replacement. `path`: their file; None: nothing is noted."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._models: dict[int, tuple[TensorHandle, ModelSpec]] = {}
+        self._seen: set[tuple[int, str, tuple[int, int]]] = set()
+        self._kinds: dict[tuple[object, ...], StageNote] = {}
+
+    def add_model(self, spec: ModelSpec, handle: TensorHandle) -> None:
+        """A model has come, under this handle."""
+        self._models[spec.model] = handle, spec
+
+    def forget_model(self, number: int) -> None:
+        """Nothing of it runs any more."""
+        self._models.pop(number, None)
+        self._seen = {place for place in self._seen if place[0] != number}
+        before = len(self._kinds)
+        self._kinds = {kind: note for kind, note in self._kinds.items() if note.task.model != number}
+        if len(self._kinds) < before:
+            self._write()
+
+    def clear(self) -> None:
+        """Nothing of any model runs any more, whoever noted it."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+    def add(self, work: RunMicrobatch) -> None:
+        """A micro-batch has been launched; costs a look into a set where its stage is known."""
+        task = work.task
+        place = task.model, task.kind, task.layers
+        if self._path is None or place in self._seen:
+            return
+        self._seen.add(place)
+        kind = self._kind(work)
+        by_handle = any(isinstance(payload.skeleton, TensorHandle) for payload in work.inputs.values())
+        if kind not in self._kinds and not by_handle and len(self._kinds) < MAX_NOTES:
+            task = replace(task, microbatches=(work.microbatch,), attempt=0)
+            self._kinds[kind] = StageNote(task, tuple(encode(work.call)), tuple(work.inputs.items()))
+            self._write()
+
+    def _kind(self, work: RunMicrobatch) -> tuple[object, ...]:
+        """What stages have in common that run the same kernels, as far as that can be told from outside."""
+        task, spec = work.task, self._models[work.task.model][1]
+        classes = [
+            (spec.layers[p].class_name, *(spec.units[unit].nbytes for unit in spec.layers[p].units))
+            for p in range(*task.layers)
+        ]
+        shapes = sorted(
+            (key[0], *((handle.shape, handle.stride, handle.dtype) for handle in payload.tensors))
+            for key, payload in work.inputs.items()
+        )
+        return task.model, task.kind, task.layers[1] == len(spec.layers), tuple(classes), tuple(shapes)
+
+    def _write(self) -> None:
+        assert self._path is not None
+        models = tuple((number, handle) for number, (handle, _) in self._models.items())
+        _write(self._path, pack_struct(RehearsalNotes(models, tuple(self._kinds.values()))))
+
+
+def _write(path: Path, notes: bytes) -> None:
+    new = path.with_suffix(".new")
+    try:
+        with open(new, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(notes)
+        new.replace(path)
+    except OSError as err:  # the disk is full, say: a replacement will start slowly
+        log.warning("what a replacement would rehearse cannot be written down: %s", err)
+
+
+def rehearse(path: Path, store: Store, transfers: Transfers, mapped: Iterable[str]) -> int:
+    """Run what a predecessor noted, and map the segments that it had mapped; what goes wrong in that is only logged.
+
+    Args:
+        path: the predecessor's notes.
+        store: this process's.
+        transfers: copies to and from its device.
+        mapped: names of segments.
+
+    Returns:
+        How many kinds of stages have been run.
+
+    Raises:
+        Exception: the device cannot be used any more.
+    """
+    began = time.monotonic()
+    notes, models = b"", dict[int, WorkerModel]()
+    stages: tuple[StageNote, ...] = ()
+    try:
+        notes = path.read_bytes()
+        path.unlink()
+        found = unpack_struct(notes)
+        models = {
+            number: WorkerModel(unpack_struct(read_bytes(store, spec)), store, transfers.device)
+            for number, spec in found.models
+        }
+        stages = found.stages
+    except FileNotFoundError:  # nothing had been run, or a rehearsal ended the last process
+        pass
+    except Exception as err:
+        log.info("nothing can be rehearsed: %s: %s", type(err).__name__, err)
+    # page-locking takes as long as the first runs; until it is done, the store is that thread's alone
+    mapping = threading.Thread(target=_map, args=(store, mapped), name="mapping", daemon=True)
+    mapping.start()
+    try:
+        count = sum(_run(note, models[note.task.model], transfers) for note in stages)
+    finally:
+        mapping.join()
+    models.clear()
+    gc.collect()  # modules and their gradients hang together in cycles
+    free_caches(transfers.device)
+    if notes:
+        _write(path, notes)
+    log.info("rehearsed %d kinds of stages in %.2f s", count, time.monotonic() - began)
+    return count
+
+
+def _map(store: Store, segments: Iterable[str]) -> None:
+    for name in segments:
+        try:
+            store.segment(name)
+        except RoundPipeError as err:  # it has gone, or cannot be page-locked: who needs it will say so
+            log.info("segment %s is not mapped beforehand: %s", name, err)
+
+
+def _run(note: StageNote, model: WorkerModel, transfers: Transfers) -> bool:
+    """One micro-batch on zeros; False: it raised."""
+    segments = PrivateSegments()
+    with contextlib.closing(segments):
+        arena = Arena("rehearsal.0", segments, Store(segments))
+        stage = Stage(note.task, model, transfers, arena)
+        try:
+            for unit in sorted({unit for p in range(*note.task.layers) for unit in model.msg.layers[p].units}):
+                weights = arena.store.bytes_of(arena.allocate(model.msg.units[unit].nbytes))
+                stage.weights[unit] = transfers.upload_pieces(weights)
+            Windows(list(stage.weights.values()), 0).finish()
+            call = decode(list(note.call))
+            assert isinstance(call, CallMsg)
+            inputs = {key: _zeros(payload, arena) for key, payload in note.inputs}
+            stage.run(RunMicrobatch(note.task, call, note.task.microbatches[0], inputs))
+            stage.finish()
+            Windows(stage.gradients, 0).finish()
+            return True
+        except Exception as err:
+            log.info("rehearsing %s of layers %s: %s: %s", note.task.kind, note.task.layers, type(err).__name__, err)
+            stage.drop()
+            return False
+        finally:
+            transfers.check()
+            stage.take_published()
+
+
+def _zeros(payload: Payload, arena: Arena) -> Payload:
+    """A payload that looks the same; new segments are zeros."""
+    extents = {extent: arena.allocate(extent.nbytes) for extent in payload.extents()}
+    return replace(payload, tensors=tuple(replace(handle, extent=extents[handle.extent]) for handle in payload.tensors))
