@@ -32,8 +32,7 @@ from rpruntime.worker.machine import RunMicrobatch
 from rpruntime.worker.memory import free_caches
 from rpruntime.worker.modules import WorkerModel, read_bytes
 from rpruntime.worker.stage import Stage
-from rpruntime.worker.transfers import Transfers, variant
-from rpruntime.worker.windows import Windows
+from rpruntime.worker.transfers import Pieces, Transfers, variant
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +165,8 @@ def rehearse(path: Path, store: Store, transfers: Transfers, mapped: Iterable[st
             number: WorkerModel(unpack_struct(read_bytes(store, spec)), store, transfers.device)
             for number, spec in found.models
         }
-        stages = found.stages
+        # backward first: what is compiled for it takes longest, and the processor does that beside the page-locking
+        stages = tuple(sorted(found.stages, key=lambda note: note.task.kind != "backward"))
     except FileNotFoundError:  # nothing had been run, or a rehearsal ended the last process
         pass
     except Exception as err:
@@ -195,23 +195,59 @@ def _map(store: Store, segments: Iterable[str]) -> None:
             log.info("segment %s is not mapped beforehand: %s", name, err)
 
 
-def _run(note: StageNote, model: WorkerModel, transfers: Transfers) -> bool:
+class _Still:
+    """A copy that moves nothing and is done."""
+
+    def __init__(self, result: torch.Tensor) -> None:
+        self.nbytes = result.numel()
+        self._result = result
+
+    def start(self, first: int, stop: int) -> None:
+        pass
+
+    def wait(self) -> torch.Tensor:
+        return self._result
+
+    def done(self) -> bool:
+        return True
+
+
+class _WithoutCopies:
+    """A device's transfers that touch no host memory: what would come up is zeros, nothing goes down."""
+
+    def __init__(self, real: Transfers) -> None:
+        self.device, self.log = real.device, real.log
+        self.mark, self.reached, self.when_ms = real.mark, real.reached, real.when_ms
+        self.peak_bytes, self.check = real.peak_bytes, real.check
+
+    def upload(self, host: torch.Tensor) -> Pieces:
+        return _Still(torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=self.device).zero_())
+
+    def download(self, source: torch.Tensor, host: torch.Tensor) -> Pieces:
+        return _Still(host)
+
+    def upload_pieces(self, host: torch.Tensor) -> Pieces:
+        return self.upload(host)
+
+    def download_pieces(self, source: torch.Tensor, host: torch.Tensor) -> Pieces:
+        return self.download(source, host)
+
+
+def _run(note: StageNote, model: WorkerModel, real: Transfers) -> bool:
     """One micro-batch on zeros; False: it raised."""
-    segments = PrivateSegments()
+    segments, transfers = PrivateSegments(), _WithoutCopies(real)
     with contextlib.closing(segments):
-        arena = Arena("rehearsal.0", segments, Store(segments))
+        arena = Arena("rehearsal.0", segments, Store(segments))  # never written, so it takes no memory
         stage = Stage(note.task, model, transfers, arena)
         try:
             for unit in sorted({unit for p in range(*note.task.layers) for unit in model.msg.layers[p].units}):
                 weights = arena.store.bytes_of(arena.allocate(model.msg.units[unit].nbytes))
                 stage.weights[unit] = transfers.upload_pieces(weights)
-            Windows(list(stage.weights.values()), 0).finish()
             call = decode(list(note.call))
             assert isinstance(call, CallMsg)
-            inputs = {key: _zeros(payload, arena) for key, payload in note.inputs}
+            inputs = {key: _same_shape(payload, arena) for key, payload in note.inputs}
             stage.run(RunMicrobatch(note.task, call, note.task.microbatches[0], inputs))
             stage.finish()
-            Windows(stage.gradients, 0).finish()
             return True
         except Exception as err:
             log.info("rehearsing %s of layers %s: %s: %s", note.task.kind, note.task.layers, type(err).__name__, err)
@@ -219,10 +255,9 @@ def _run(note: StageNote, model: WorkerModel, transfers: Transfers) -> bool:
             return False
         finally:
             transfers.check()
-            stage.take_published()
 
 
-def _zeros(payload: Payload, arena: Arena) -> Payload:
-    """A payload that looks the same; new segments are zeros."""
+def _same_shape(payload: Payload, arena: Arena) -> Payload:
+    """A payload of tensors that look the same."""
     extents = {extent: arena.allocate(extent.nbytes) for extent in payload.extents()}
     return replace(payload, tensors=tuple(replace(handle, extent=extents[handle.extent]) for handle in payload.tensors))
