@@ -181,12 +181,14 @@ def test_known_segments_are_mapped_and_missing_ones_are_no_error(session: Paused
 
 
 def test_who_rehearses(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, gpu = torch.device("cpu"), torch.device("cuda:0")
-    assert (rehearses(cpu), rehearses(gpu)) == (False, True)
+    def answers() -> tuple[bool, ...]:
+        return tuple(rehearses(torch.device(name), count) for name, count in (("cpu", 2), ("cuda:0", 2), ("cuda:0", 1)))
+
+    assert answers() == (False, True, False)
     monkeypatch.setenv("RPRUNTIME_REHEARSAL", "all")
-    assert (rehearses(cpu), rehearses(gpu)) == (True, True)
+    assert answers() == (True, True, True)
     monkeypatch.setenv("RPRUNTIME_REHEARSAL", "none")
-    assert (rehearses(cpu), rehearses(gpu)) == (False, False)
+    assert answers() == (False, False, False)
     monkeypatch.setenv("RPRUNTIME_REHEARSAL", "never")
     with pytest.raises(rp.ConfigError, match="gpu, all, none"):
-        rehearses(cpu)
+        answers()

@@ -37,7 +37,7 @@ from rpruntime.worker.transfers import Pieces, Transfers, variant
 log = logging.getLogger(__name__)
 
 REHEARSAL_VARIABLE = "RPRUNTIME_REHEARSAL"
-"""Which replacements rehearse: those on a "gpu" (the default), "all", or "none"."""
+"""Which replacements rehearse: those on a "gpu" that is not the only one (the default), "all", or "none"."""
 
 MAX_NOTES = 64
 """Kinds of stages that are noted: a model of layers that all differ is not run as a whole."""
@@ -63,10 +63,10 @@ class RehearsalNotes:
     stages: tuple[StageNote, ...]
 
 
-def rehearses(device: torch.device) -> bool:
-    """Whether replacements on this kind of device rehearse."""
+def rehearses(device: torch.device, num_devices: int) -> bool:
+    """Whether replacements on this device rehearse: where it is the only one, nobody works meanwhile."""
     choice = variant(REHEARSAL_VARIABLE, "gpu", "all", "none")
-    return choice == "all" or (choice == "gpu" and device.type != "cpu")
+    return choice == "all" or (choice == "gpu" and device.type != "cpu" and num_devices > 1)
 
 
 class Notebook:

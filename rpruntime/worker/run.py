@@ -60,7 +60,7 @@ def run(child: Child, page: StatusPage) -> None:
     store = Store(child.segments, pin, unpin)
     arena = Arena(f"{child.role}.{child.incarnation}", child.segments, store)
     peers = tuple(f"worker-{index}" for index in range(len(child.config["devices"])))
-    notes = child.folder / f"{child.role}.rehearsal" if rehearses(transfers.device) else None
+    notes = child.folder / f"{child.role}.rehearsal" if rehearses(transfers.device, len(peers)) else None
     told = False
     try:
         if notes is not None and child.incarnation > 1:
