@@ -15,6 +15,7 @@ from rpruntime.store.arena import Store, view
 from rpruntime.store.handle import Payload, TensorHandle
 from rpruntime.store.values import put_together
 from rpruntime.wire.messages import LayerSpec, ModelSpec, UnitSpec
+from rpruntime.worker.tail import Tail
 
 
 def read_bytes(store: Store, handle: TensorHandle) -> bytes:
@@ -43,6 +44,7 @@ class LayerModule:
         self._store = store
         stand_ins = [self._stand_in(entry, store, device) for entry in spec.module.tensors]
         self.module: nn.Module = put_together(read_bytes(store, spec.module.data), stand_ins)
+        self.tail = Tail(self.module)
         self._buffers = list(buffer_places(self.module))
         self._silent = {
             name

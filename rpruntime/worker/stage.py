@@ -227,7 +227,7 @@ class Stage:
     def _backward_of(self, segment: Segment, grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         # a function of its own: when it returns, nothing of the segment is alive but the gradients of its input
         entered = segment.enter()
-        value = self._run_layers(entered, segment.layers, "recompute", commit=False, publish=False)
+        value = self._run_layers(entered, segment.layers, "recompute", commit=False, publish=False, graph_only=True)
         self._backward_from(value, grads, segment)
         return self._finish_backward(entered, segment.layers)
 
@@ -275,8 +275,11 @@ class Stage:
 
     # --- running layers
 
-    def _run_layers(self, entered: Entered, layers: range, phase: str, *, commit: bool, publish: bool) -> Any:
-        """Run consecutive layers; `commit`: this is the one forward that updates buffers."""
+    def _run_layers(
+        self, entered: Entered, layers: range, phase: str, *, commit: bool, publish: bool, graph_only: bool = False
+    ) -> Any:
+        """Run consecutive layers; `commit`: this is the one forward that updates buffers; `graph_only`: nobody reads
+        what the last one returns."""
         value, call = entered.value, self._now
         wanted = dict(self.task.publish) if publish else {}
         watched = len(layers) > 1 and torch.is_grad_enabled()
@@ -290,7 +293,11 @@ class Stage:
             number = layer_seed(seed, call.iteration, call.first_microbatch + self._m, position)
             seed_generators(number, self._transfers.device)
             got = {(id(tensor), tensor._version) for tensor in tensors_within(value)} if watched else set()
-            value = layer.module(*value[0], **value[1]) if position == 0 else layer.module(value)
+            args, kwargs = value if position == 0 else ((value,), {})
+            if graph_only and position == layers.stop - 1:
+                value = layer.tail.run(partial(layer.module, *args, **kwargs))
+            else:
+                value = layer.module(*args, **kwargs)
             if watched:
                 self._watch_backward(value, position, got)
             since = self._mark(phase, position, position + 1, since)
