@@ -18,7 +18,8 @@ from typing import Any
 
 from rpruntime.control import events as ev
 from rpruntime.control.machine import ControllerMachine
-from rpruntime.optimizer import machine as om
+from rpruntime.optimizer import events as oe
+from rpruntime.optimizer.machine import OptimizerMachine
 from rpruntime.schedule.plan import ExecutionPlan
 from rpruntime.store.handle import Extent, Payload, TensorHandle
 from rpruntime.wire import messages as msgs
@@ -250,7 +251,7 @@ class Optimizer:
     role, owner = "optimizer", "optimizer.1"
 
     def __init__(self, workers: tuple[str, ...], cluster: Cluster) -> None:
-        self.machine = om.OptimizerMachine(workers)
+        self.machine = OptimizerMachine(workers)
         self.cluster = cluster
         self.todo: deque[Any] = deque()
         self.sums: dict[tuple[int, int, int], list[Any]] = defaultdict(list)
@@ -281,23 +282,23 @@ class Optimizer:
 
     def act(self, choice: Any) -> None:
         instruction = self.todo.popleft()
-        work = om.AddSlab | om.MeasureNorm | om.StepUnit
+        work = oe.AddSlab | oe.MeasureNorm | oe.StepUnit
         if isinstance(instruction, work):
             assert instruction.model not in self.failed, f"{instruction} for a model that has failed"
             if instruction.model in self.failing:
                 self.failed.add(instruction.model)
                 self.todo = deque(i for i in self.todo if not (isinstance(i, work) and i.model in self.failed))
-                self._happened(om.WorkFailedEvent(instruction.model))
+                self._happened(oe.WorkFailedEvent(instruction.model))
                 return
         getattr(self, f"_{type(instruction).__name__}")(instruction)
 
     def _happened(self, event: Any) -> None:
         following = deque(self.machine.handle(event))
-        while following and isinstance(following[0], om.Send):
+        while following and isinstance(following[0], oe.Send):
             self._Send(following.popleft())
         self.todo.extend(following)
 
-    def _Send(self, i: om.Send) -> None:
+    def _Send(self, i: oe.Send) -> None:
         self.cluster.post(self.role, i.role, i.msg)
 
     def _new_master(self, model: int, unit: int, version: int) -> Extent:
@@ -306,23 +307,23 @@ class Optimizer:
         self.slabs[model].add(extent)
         return extent
 
-    def _BuildModel(self, i: om.BuildModel) -> None:
+    def _BuildModel(self, i: oe.BuildModel) -> None:
         extents = tuple(self._new_master(i.msg.model, unit.index, 0) for unit in i.msg.units)
         self.cluster.post(self.role, "controller", msgs.ModelAllocatedMsg(i.msg.model, extents, ()))
 
-    def _FillModel(self, i: om.FillModel) -> None:
+    def _FillModel(self, i: oe.FillModel) -> None:
         units = self.cluster.spec(i.model).units
-        self._happened(om.ModelFilledEvent(i.model, tuple(self.master[i.model, unit.index] for unit in units)))
+        self._happened(oe.ModelFilledEvent(i.model, tuple(self.master[i.model, unit.index] for unit in units)))
         self.cluster.post(self.role, "controller", msgs.ModelReadyMsg(i.model, self.role))
 
-    def _ForgetModel(self, i: om.ForgetModel) -> None:
+    def _ForgetModel(self, i: oe.ForgetModel) -> None:
         for extent in self.slabs.pop(i.model, ()):
             self.cluster.memory.free(extent, self.owner)
         self.sums = defaultdict(list, {key: total for key, total in self.sums.items() if key[0] != i.model})
         for head in (False, True):
             self._free_kept(i.model, head)
 
-    def _FreeOwn(self, i: om.FreeOwn) -> None:
+    def _FreeOwn(self, i: oe.FreeOwn) -> None:
         for extent in i.extents:
             self.cluster.memory.free(extent, self.owner)
             self.told.discard(extent)
@@ -335,18 +336,18 @@ class Optimizer:
         assert content[0] == "slab" and content[4] == part.unit
         return content[1:4]
 
-    def _AddSlab(self, i: om.AddSlab) -> None:
+    def _AddSlab(self, i: oe.AddSlab) -> None:
         self.sums[i.model, i.iteration, i.part.unit].append(self._read(i.part))
 
-    def _DropSums(self, i: om.DropSums) -> None:
+    def _DropSums(self, i: oe.DropSums) -> None:
         for key in [key for key in self.sums if key[:2] == (i.model, i.iteration)]:
             del self.sums[key]
 
-    def _MeasureNorm(self, i: om.MeasureNorm) -> None:
+    def _MeasureNorm(self, i: oe.MeasureNorm) -> None:
         finite = self._move_scale(i) if self.cluster.spec(i.model).scaler is not None else True
-        self._happened(om.NormEvent(i.model, i.iteration, 2.0, True, finite))
+        self._happened(oe.NormEvent(i.model, i.iteration, 2.0, True, finite))
 
-    def _move_scale(self, i: om.MeasureNorm) -> bool:
+    def _move_scale(self, i: oe.MeasureNorm) -> bool:
         """Whether the step is to be stepped."""
         scales, spec = self.scales[i.model], self.cluster.spec(i.model)
         used, newest = scales[self.cluster.read[i.model, i.iteration]], scales[i.iteration]
@@ -367,42 +368,42 @@ class Optimizer:
                 self.cluster.memory.alias(self.master[i.model, unit.index], ("weights", i.model, unit.index, version))
         return finite
 
-    def _StepUnit(self, i: om.StepUnit) -> None:
+    def _StepUnit(self, i: oe.StepUnit) -> None:
         assert (i.model, i.step) not in self.skipped
         used = list(self.sums.get((i.model, i.step, i.unit), ()))
         self.stepped[i.model, i.step, i.unit] = used
         # the shell repeats the handle of a unit without gradients; a new slab is as right, and checks the version
         extent = self._new_master(i.model, i.unit, i.step + 1)
-        self._happened(om.UnitSteppedEvent(i.model, i.step, i.unit, extent))
+        self._happened(oe.UnitSteppedEvent(i.model, i.step, i.unit, extent))
 
-    def _CopyUnit(self, i: om.CopyUnit) -> None:
+    def _CopyUnit(self, i: oe.CopyUnit) -> None:
         if self.cluster.random.random() < 0.05:
-            self._happened(om.CopyFailedEvent(i.model, i.save, "no room"))
+            self._happened(oe.CopyFailedEvent(i.model, i.save, "no room"))
             return
         saved = self.cluster.controller.saves.get((i.model, i.save))
         if saved is not None and i.model in self.machine._models:  # else it was torn, and no controller asks for it
             self.cluster.memory.check(self.master[i.model, i.unit], ("weights", i.model, i.unit, saved.step))
         self.copies[i.model, i.save].add(i.unit)
         self.cluster.post(self.role, "controller", msgs.StateMsg(i.model, i.save, "snapshot", (), unit=i.unit))
-        self._happened(om.UnitCopiedEvent(i.model, i.save, i.unit, 1))
+        self._happened(oe.UnitCopiedEvent(i.model, i.save, i.unit, 1))
 
-    def _FreeCopies(self, i: om.FreeCopies) -> None:
+    def _FreeCopies(self, i: oe.FreeCopies) -> None:
         if i.unit is not None:
             self.copies[i.model, i.save].discard(i.unit)  # a controller's end may have been faster
         if i.unit is None or not self.copies[i.model, i.save]:
             self.copies.pop((i.model, i.save), None)
 
-    def _RestoreUnit(self, i: om.RestoreUnit) -> None:
+    def _RestoreUnit(self, i: oe.RestoreUnit) -> None:
         if i.msg.model not in self.machine._models:
             return  # torn, and given up: the model is about to be forgotten
         model, unit, version = i.msg.model, i.msg.unit, self.machine._models[i.msg.model].restoring.version
         if not self.cluster.spec(model).units[unit].trainable:
             stays = self.master[model, unit]
-            self._happened(om.UnitRestoredEvent(model, i.msg.request, unit, stays, stays if i.previous else None))
+            self._happened(oe.UnitRestoredEvent(model, i.msg.request, unit, stays, stays if i.previous else None))
             return
         previous = self._new_master(model, unit, version - 1) if i.previous else None
         extent = self._new_master(model, unit, version)
-        self._happened(om.UnitRestoredEvent(model, i.msg.request, unit, extent, previous))
+        self._happened(oe.UnitRestoredEvent(model, i.msg.request, unit, extent, previous))
 
     def _copied(self, extent: Extent, *names: Any) -> Extent:
         """A copy, also known under other names."""
@@ -416,16 +417,16 @@ class Optimizer:
         for extent in self.kept.pop((model, head), {}).values():
             self.cluster.memory.free(extent, self.owner)
 
-    def _KeepBuffers(self, i: om.KeepBuffers) -> None:
+    def _KeepBuffers(self, i: oe.KeepBuffers) -> None:
         copies = {position: self._copied(found.extents()[0]) for position, found in i.buffers}
         self._free_kept(i.model, i.head)
         self.kept[i.model, i.head] = copies
 
-    def _TakeHead(self, i: om.TakeHead) -> None:
+    def _TakeHead(self, i: oe.TakeHead) -> None:
         self._free_kept(i.model, False)
         self.kept[i.model, False] = self.kept.pop((i.model, True))
 
-    def _KeepOnly(self, i: om.KeepOnly) -> None:
+    def _KeepOnly(self, i: oe.KeepOnly) -> None:
         for model, slabs in self.slabs.items():
             for extent in slabs.difference(i.versions[model]):
                 self.cluster.memory.free(extent, self.owner)
@@ -439,7 +440,7 @@ class Optimizer:
             self.cluster.memory.free(extent, self.owner)
         self.told.clear()
 
-    def _TellModels(self, i: om.TellModels) -> None:
+    def _TellModels(self, i: oe.TellModels) -> None:
         found = []
         for row, state in i.rows:
             buffers = []
@@ -452,10 +453,10 @@ class Optimizer:
             found.append(replace(state, buffers=buffers[0], head=buffers[1]))
         self.cluster.states = found
 
-    def _StartClock(self, i: om.StartClock) -> None:
+    def _StartClock(self, i: oe.StartClock) -> None:
         pass
 
-    def _FinishStep(self, i: om.FinishStep) -> None:
+    def _FinishStep(self, i: oe.FinishStep) -> None:
         self.cluster.post(self.role, "controller", i.msg)
 
 

@@ -23,7 +23,8 @@ from launcher import rpctl
 from rpruntime import closing
 from rpruntime.checkpoints import files as checkpoint_files
 from rpruntime.checkpoints.files import CheckpointReader, CheckpointWriter, list_checkpoints, writing_in
-from rpruntime.optimizer import machine as om
+from rpruntime.optimizer import events as oe
+from rpruntime.optimizer.machine import OptimizerMachine
 from rpruntime.wire import messages as msgs
 from rpruntime.wire.codec import encode
 from tests.leaks import no_leaks
@@ -790,12 +791,12 @@ def test_kills_at_every_moment_of_a_save_leave_one_that_loads(tmp_path):
 # --- the optimizer's machine
 
 
-def snapshot_machine(asynchronous: bool = False) -> om.OptimizerMachine:
+def snapshot_machine(asynchronous: bool = False) -> OptimizerMachine:
     import random
 
     from tests.cluster import make_spec
 
-    machine = om.OptimizerMachine(())
+    machine = OptimizerMachine(())
     machine.handle(make_spec(1, random.Random(4), 3, asynchronous=asynchronous, grain="stage"))
     return machine
 
@@ -807,27 +808,27 @@ def test_a_step_waits_for_the_units_that_a_save_has_not_copied_and_for_no_others
     assert len(trainable) > 1
     model.master = {unit.index: None for unit in model.spec.units}
     out = machine.handle(msgs.SnapshotMsg(1, 5, 0, 1 << 40))
-    copies = [i for i in out if isinstance(i, om.CopyUnit)]
+    copies = [i for i in out if isinstance(i, oe.CopyUnit)]
     assert len(copies) == 1
     first = copies[0].unit
     machine.handle(msgs.ExpectSlabsMsg(1, 0, 1, ()))
     out = machine.handle(msgs.StepMsg(1, 0, (1,), ({},), None))
-    assert not [i for i in out if isinstance(i, om.StepUnit)]
-    out = machine.handle(om.UnitCopiedEvent(1, 5, first, 100))
-    assert [i.unit for i in out if isinstance(i, om.StepUnit)] == [first]
+    assert not [i for i in out if isinstance(i, oe.StepUnit)]
+    out = machine.handle(oe.UnitCopiedEvent(1, 5, first, 100))
+    assert [i.unit for i in out if isinstance(i, oe.StepUnit)] == [first]
     out = machine.handle(msgs.SnapshotEndMsg(1, 5))
-    assert {i.unit for i in out if isinstance(i, om.StepUnit)} == set(trainable) - {first}
+    assert {i.unit for i in out if isinstance(i, oe.StepUnit)} == set(trainable) - {first}
 
 
 def test_no_more_units_are_copied_than_there_is_room_for():
     machine = snapshot_machine()
     out = machine.handle(msgs.SnapshotMsg(1, 5, 0, 150))
-    asked = [i.unit for i in out if isinstance(i, om.CopyUnit)]
-    out = machine.handle(om.UnitCopiedEvent(1, 5, asked[0], 100))
-    asked += [i.unit for i in out if isinstance(i, om.CopyUnit)]
+    asked = [i.unit for i in out if isinstance(i, oe.CopyUnit)]
+    out = machine.handle(oe.UnitCopiedEvent(1, 5, asked[0], 100))
+    asked += [i.unit for i in out if isinstance(i, oe.CopyUnit)]
     assert len(asked) == 2
-    out = machine.handle(om.UnitCopiedEvent(1, 5, asked[1], 100))
-    assert not [i for i in out if isinstance(i, om.CopyUnit)]
+    out = machine.handle(oe.UnitCopiedEvent(1, 5, asked[1], 100))
+    assert not [i for i in out if isinstance(i, oe.CopyUnit)]
 
 
 def test_no_message_is_too_large_with_thousands_of_parameters(tmp_path, monkeypatch):

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from rpruntime.control import events as ev
 from rpruntime.control.machine import ControllerMachine
-from rpruntime.optimizer.machine import (
+from rpruntime.optimizer.events import (
     AddSlab,
     ForgetModel,
     KeepBuffers,
     ModelFilledEvent,
-    OptimizerMachine,
     Send,
     StepUnit,
     WorkFailedEvent,
 )
+from rpruntime.optimizer.machine import OptimizerMachine
 from rpruntime.schedule.plan import ExecutionPlan
 from rpruntime.store.handle import Extent
 from rpruntime.wire import messages as msgs

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import rpruntime as rp
-from rpruntime.optimizer.machine import clip_factor
+from rpruntime.optimizer.steps import clip_factor
 from rpruntime.optimizer.units import SHARED_STATE_BYTES, use_fast_kernel
 from tests.reference import PausedSession, inline, live_bytes
 

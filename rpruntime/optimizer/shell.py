@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
-from rpruntime.optimizer import machine as m
+from rpruntime.optimizer import events as ev
 from rpruntime.optimizer.kept import Kept, copied, put_struct
+from rpruntime.optimizer.machine import OptimizerMachine
 from rpruntime.optimizer.norms import Norms, in_windows
+from rpruntime.optimizer.outbox import CONTROLLER
 from rpruntime.optimizer.pieces import Scratch
 from rpruntime.optimizer.snapshots import PREVIOUS, WEIGHT, Copies, Incoming, Row, parts_of
 from rpruntime.optimizer.tracing import OptimizerTrace
@@ -82,7 +84,7 @@ class OptimizerShell:
         self._post = post
         self._arena = arena
         self._store = arena.store
-        self._machine = m.OptimizerMachine(workers)
+        self._machine = OptimizerMachine(workers)
         record(self._machine, post.role)
         self._models: dict[int, _Model] = {}
         self._told: set[Extent] = set()
@@ -92,26 +94,26 @@ class OptimizerShell:
         self._todo: deque[Any] = deque()
         self._trace = OptimizerTrace()
         self._carry_out: dict[type, Callable[[Any], Any]] = {
-            m.Send: lambda i: self._post.send(i.role, i.msg),
-            m.BuildModel: self._build,
-            m.FillModel: self._fill,
-            m.ForgetModel: self._forget,
-            m.AddSlab: lambda i: self._unit(i.model, i.part.unit).add(i.iteration, i.part),
-            m.DropSums: self._drop_sums,
-            m.MeasureNorm: self._measure_norm,
-            m.StepUnit: self._step_unit,
-            m.ReadState: self._read_state,
-            m.CopyUnit: self._copy_unit,
-            m.FreeCopies: lambda i: self._models[i.model].copies.free(i.save, i.unit),
-            m.RestoreUnit: self._restore_unit,
-            m.KeepBuffers: self._keep_buffers,
-            m.TakeHead: lambda i: self._models[i.model].kept.take_head(),
-            m.KeepOnly: self._keep_only,
-            m.TellModels: self._tell_models,
-            m.StartClock: lambda i: self._started.__setitem__((i.model, i.step), time.monotonic()),
-            m.FinishStep: self._finish_step,
-            m.FreeOwn: self._free,
-            m.Forget: lambda i: self._store.forget_all(i.segments),
+            ev.Send: lambda i: self._post.send(i.role, i.msg),
+            ev.BuildModel: self._build,
+            ev.FillModel: self._fill,
+            ev.ForgetModel: self._forget,
+            ev.AddSlab: lambda i: self._unit(i.model, i.part.unit).add(i.iteration, i.part),
+            ev.DropSums: self._drop_sums,
+            ev.MeasureNorm: self._measure_norm,
+            ev.StepUnit: self._step_unit,
+            ev.ReadState: self._read_state,
+            ev.CopyUnit: self._copy_unit,
+            ev.FreeCopies: lambda i: self._models[i.model].copies.free(i.save, i.unit),
+            ev.RestoreUnit: self._restore_unit,
+            ev.KeepBuffers: self._keep_buffers,
+            ev.TakeHead: lambda i: self._models[i.model].kept.take_head(),
+            ev.KeepOnly: self._keep_only,
+            ev.TellModels: self._tell_models,
+            ev.StartClock: lambda i: self._started.__setitem__((i.model, i.step), time.monotonic()),
+            ev.FinishStep: self._finish_step,
+            ev.FreeOwn: self._free,
+            ev.Forget: lambda i: self._store.forget_all(i.segments),
         }
 
     def step(self, messages: list[Any]) -> bool:
@@ -125,9 +127,9 @@ class OptimizerShell:
             if self._machine.understands(msg):
                 instructions = self._machine.handle(msg)
                 # at once, though units wait to be stepped: their new weights take the room of old ones
-                for freed in (found for found in instructions if isinstance(found, m.FreeOwn)):
+                for freed in (found for found in instructions if isinstance(found, ev.FreeOwn)):
                     self._try(freed)
-                self._todo.extend(found for found in instructions if not isinstance(found, m.FreeOwn))
+                self._todo.extend(found for found in instructions if not isinstance(found, ev.FreeOwn))
         if messages and self._trace.on:
             self._trace.took(len(messages), began, time.monotonic())
         if self._todo:
@@ -140,15 +142,15 @@ class OptimizerShell:
         except Exception as err:
             log.exception("carrying out %s", type(instruction).__name__)
             error, model = describe(err, phase="step", device=self._post.role), _model_of(instruction)
-            self._post.send(m.CONTROLLER, RoleFailedMsg(self._post.role, model, error))
-            if not isinstance(instruction, m.ReadState):
+            self._post.send(CONTROLLER, RoleFailedMsg(self._post.role, model, error))
+            if not isinstance(instruction, ev.ReadState):
                 self._give_up(model)
 
     def _give_up(self, model: int) -> None:
         """Nothing that would use or change a model's weights and gradients is done any more."""
-        work = m.AddSlab | m.MeasureNorm | m.StepUnit
+        work = ev.AddSlab | ev.MeasureNorm | ev.StepUnit
         self._todo = deque(i for i in self._todo if not (isinstance(i, work) and i.model == model))
-        self._happened(m.WorkFailedEvent(model))
+        self._happened(ev.WorkFailedEvent(model))
 
     def _carry_out_now(self, instruction: Any) -> None:
         began = time.monotonic()
@@ -160,14 +162,14 @@ class OptimizerShell:
 
     def _send_trace(self) -> None:
         for msg in self._trace.take(self._post.role):
-            self._post.send(m.CONTROLLER, msg)
+            self._post.send(CONTROLLER, msg)
 
     def _happened(self, event: Any) -> None:
         """What an instruction has led to: messages that come first (a published unit is awaited) go out at once, the
         rest waits behind what is queued already, in order."""
         following = deque(self._machine.handle(event))
-        while following and isinstance(following[0], m.Send):
-            self._carry_out[m.Send](following.popleft())
+        while following and isinstance(following[0], ev.Send):
+            self._carry_out[ev.Send](following.popleft())
         self._todo.extend(following)
 
     def _unit(self, model: int, unit: int) -> Unit:
@@ -177,20 +179,20 @@ class OptimizerShell:
 
     # --- models
 
-    def _build(self, instruction: m.BuildModel) -> None:
+    def _build(self, instruction: ev.BuildModel) -> None:
         msg = instruction.msg
         sys.path.extend(path for path in msg.python_path if path not in sys.path)
         try:
             model = _Model(msg, self._arena, self._scratch)
         except Exception as err:
             log.exception("allocating model %s", msg.name)
-            self._post.send(m.CONTROLLER, RoleFailedMsg(self._post.role, msg.model, describe(err, phase="load")))
+            self._post.send(CONTROLLER, RoleFailedMsg(self._post.role, msg.model, describe(err, phase="load")))
             return
         self._models[msg.model] = model
         optim = tuple(None if unit is None else unit.extent for unit in model.units)
-        self._post.send(m.CONTROLLER, ModelAllocatedMsg(msg.model, tuple(model.master), optim))
+        self._post.send(CONTROLLER, ModelAllocatedMsg(msg.model, tuple(model.master), optim))
 
-    def _fill(self, instruction: m.FillModel) -> None:
+    def _fill(self, instruction: ev.FillModel) -> None:
         model = self._models[instruction.model]
         msg = model.msg
         if msg.optimizer is not None:
@@ -205,8 +207,8 @@ class OptimizerShell:
                 unit.place_state()
             # last, so that nothing of the above lies there
             _make_room(self._arena, spare_bytes(msg.units, msg.asynchronous))
-        self._happened(m.ModelFilledEvent(instruction.model, tuple(model.master)))
-        self._post.send(m.CONTROLLER, ModelReadyMsg(instruction.model, self._post.role))
+        self._happened(ev.ModelFilledEvent(instruction.model, tuple(model.master)))
+        self._post.send(CONTROLLER, ModelReadyMsg(instruction.model, self._post.role))
 
     def _optimizer_tensor(self, model: _Model, entry: tuple[Any, ...]) -> torch.Tensor:
         if entry[0] == "param":
@@ -216,7 +218,7 @@ class OptimizerShell:
             return unit.params[entry[2]]
         return self._store.tensor(entry[1]).clone()
 
-    def _forget(self, instruction: m.ForgetModel) -> None:
+    def _forget(self, instruction: ev.ForgetModel) -> None:
         model = self._models.pop(instruction.model, None)
         if model is None:
             return
@@ -232,7 +234,7 @@ class OptimizerShell:
 
     # --- work
 
-    def _free(self, instruction: m.FreeOwn) -> None:
+    def _free(self, instruction: ev.FreeOwn) -> None:
         for extent in instruction.extents:
             lender = next((model for model in self._models.values() if extent in model.lent), None)
             if lender is not None:
@@ -244,12 +246,12 @@ class OptimizerShell:
             for model in self._models.values():
                 model.slabs.discard(extent)
 
-    def _drop_sums(self, instruction: m.DropSums) -> None:
+    def _drop_sums(self, instruction: ev.DropSums) -> None:
         for unit in self._models[instruction.model].units:
             if unit is not None:
                 unit.drop_sum(instruction.iteration)
 
-    def _measure_norm(self, instruction: m.MeasureNorm) -> None:
+    def _measure_norm(self, instruction: ev.MeasureNorm) -> None:
         units = [unit for unit in self._models[instruction.model].units if unit is not None]
         norms: list[torch.Tensor] = []
         with Norms() as pool:
@@ -262,9 +264,9 @@ class OptimizerShell:
         norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
         single, value = norm.dtype == torch.float32, norm.item()
         finite = math.isfinite(value) or all(g.isfinite().all() for g in self._gradients(instruction, 1.0))
-        self._happened(m.NormEvent(instruction.model, instruction.iteration, value, single, finite))
+        self._happened(ev.NormEvent(instruction.model, instruction.iteration, value, single, finite))
 
-    def _gradients(self, instruction: m.MeasureNorm, inverse: float) -> Iterator[torch.Tensor]:
+    def _gradients(self, instruction: ev.MeasureNorm, inverse: float) -> Iterator[torch.Tensor]:
         """All gradients of an iteration; each is void when the next unit's come."""
         for unit in self._models[instruction.model].units:
             if unit is not None:
@@ -272,7 +274,7 @@ class OptimizerShell:
                     if gradient is not None:
                         yield gradient
 
-    def _step_unit(self, instruction: m.StepUnit) -> None:
+    def _step_unit(self, instruction: ev.StepUnit) -> None:
         model = self._models[instruction.model]
         unit = self._unit(instruction.model, instruction.unit)
         extent = unit.step(instruction.step, instruction.groups, instruction.inverse, instruction.gradient_factor)
@@ -280,16 +282,16 @@ class OptimizerShell:
             model.master[instruction.unit] = extent
             model.slabs.add(extent)
         self._happened(
-            m.UnitSteppedEvent(instruction.model, instruction.step, instruction.unit, model.master[instruction.unit])
+            ev.UnitSteppedEvent(instruction.model, instruction.step, instruction.unit, model.master[instruction.unit])
         )
 
-    def _finish_step(self, instruction: m.FinishStep) -> None:
+    def _finish_step(self, instruction: ev.FinishStep) -> None:
         started = self._started.pop((instruction.msg.model, instruction.msg.step))
         msg = dataclasses.replace(instruction.msg, seconds=time.monotonic() - started)
         self._send_trace()
-        self._post.send(m.CONTROLLER, msg)
+        self._post.send(CONTROLLER, msg)
 
-    def _read_state(self, instruction: m.ReadState) -> None:
+    def _read_state(self, instruction: ev.ReadState) -> None:
         msg = instruction.msg
         rows: list[Row] = []
         for unit in self._models[msg.model].units:
@@ -303,7 +305,7 @@ class OptimizerShell:
             else:
                 rows += [(number, *row) for row in unit.state_rows()]
         for fields in parts_of(rows, self._allocate_told, self._arena):
-            self._post.send(m.CONTROLLER, StateMsg(msg.model, msg.request, msg.what, **fields))
+            self._post.send(CONTROLLER, StateMsg(msg.model, msg.request, msg.what, **fields))
 
     def _allocate_told(self, nbytes: int) -> Extent:
         extent = self._arena.allocate(nbytes)
@@ -312,11 +314,11 @@ class OptimizerShell:
 
     # --- what outlives a controller (docs/client.md)
 
-    def _keep_buffers(self, instruction: m.KeepBuffers) -> None:
+    def _keep_buffers(self, instruction: ev.KeepBuffers) -> None:
         kept = self._models[instruction.model].kept
         (kept.keep_head if instruction.head else kept.keep)(instruction.buffers)
 
-    def _keep_only(self, instruction: m.KeepOnly) -> None:
+    def _keep_only(self, instruction: ev.KeepOnly) -> None:
         for number, model in self._models.items():
             stays = set(instruction.versions[number])
             for extent in model.lent:  # the controller's memory goes, but for these
@@ -335,7 +337,7 @@ class OptimizerShell:
         self._told.clear()
         self._arena.settle()
 
-    def _tell_models(self, instruction: m.TellModels) -> None:
+    def _tell_models(self, instruction: ev.TellModels) -> None:
         rows = []
         for row, state in instruction.rows:
             kept = self._models[row.model].kept
@@ -349,19 +351,19 @@ class OptimizerShell:
 
     # --- checkpoints
 
-    def _copy_unit(self, instruction: m.CopyUnit) -> None:
+    def _copy_unit(self, instruction: ev.CopyUnit) -> None:
         model, save, number = instruction.model, instruction.save, instruction.unit
         try:
             messages, nbytes = self._models[model].copies.copy(model, save, self._unit(model, number))
         except Exception as err:
             log.exception("copying unit %d for a checkpoint", number)
-            self._happened(m.CopyFailedEvent(model, save, f"{type(err).__name__}: {err}"))
+            self._happened(ev.CopyFailedEvent(model, save, f"{type(err).__name__}: {err}"))
             return
         for msg in messages:
-            self._post.send(m.CONTROLLER, msg)
-        self._happened(m.UnitCopiedEvent(model, save, number, nbytes))
+            self._post.send(CONTROLLER, msg)
+        self._happened(ev.UnitCopiedEvent(model, save, number, nbytes))
 
-    def _restore_unit(self, instruction: m.RestoreUnit) -> None:
+    def _restore_unit(self, instruction: ev.RestoreUnit) -> None:
         msg = instruction.msg
         model = self._models[msg.model]
         incoming = model.incoming.setdefault(msg.unit, Incoming())
@@ -386,7 +388,9 @@ class OptimizerShell:
             previous = self._new_master(model, spec)
             write_params(self._store.bytes_of(previous), spec, before)
         model.master[msg.unit] = newest
-        done = m.UnitRestoredEvent(msg.model, msg.request, msg.unit, newest, previous if instruction.previous else None)
+        done = ev.UnitRestoredEvent(
+            msg.model, msg.request, msg.unit, newest, previous if instruction.previous else None
+        )
         self._happened(done)
 
     def _new_master(self, model: _Model, spec: UnitSpec) -> Extent:

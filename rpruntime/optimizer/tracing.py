@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from rpruntime.optimizer import machine as m
+from rpruntime.optimizer import events as ev
 from rpruntime.trace.spans import MESSAGES, OPTIMIZER, SpanLog
 from rpruntime.wire.messages import ModelSpec
 
 _NAMES: dict[type, str] = {
-    m.AddSlab: "G_cp",
-    m.MeasureNorm: "norm",
-    m.StepUnit: "step and P_cp",  # one pass over memory, where the optimizer allows it
-    m.CopyUnit: "copy for a checkpoint",
-    m.RestoreUnit: "restore",
-    m.ReadState: "read state",
+    ev.AddSlab: "G_cp",
+    ev.MeasureNorm: "norm",
+    ev.StepUnit: "step and P_cp",  # one pass over memory, where the optimizer allows it
+    ev.CopyUnit: "copy for a checkpoint",
+    ev.RestoreUnit: "restore",
+    ev.ReadState: "read state",
 }
 
 
