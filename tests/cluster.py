@@ -243,6 +243,7 @@ class Worker:
         self.dropping.append((i.task.slot, self.own.pop(i.task.slot, [])))
         for entry in self.ran.pop(i.task.slot, []):  # one that is put back runs again from its start
             self.cluster.ran.remove(entry)
+            self.cluster.put_back.append(entry)
 
 
 class Optimizer:
@@ -288,7 +289,7 @@ class Optimizer:
             if instruction.model in self.failing:
                 self.failed.add(instruction.model)
                 self.todo = deque(i for i in self.todo if not (isinstance(i, work) and i.model in self.failed))
-                self._happened(oe.WorkFailedEvent(instruction.model))
+                self._happened(oe.WorkFailedEvent(instruction.model, "no room"))
                 return
         getattr(self, f"_{type(instruction).__name__}")(instruction)
 
@@ -637,6 +638,8 @@ class Cluster:
         self.met: dict[str, dict[str, int]] = defaultdict(dict)
         """What each process takes to be the incarnation of a role; messages of older ones are dropped."""
         self.ran: list[tuple[int, str, int, tuple[int, int]]] = []
+        self.put_back: list[tuple[int, str, int, tuple[int, int]]] = []
+        """What ran and was dropped: it runs again, unless its worker dies after it has published all of it."""
         self.gave: dict[tuple[int, int, int], set[tuple[int, int]]] = defaultdict(set)
         self._specs: dict[int, msgs.ModelSpec] = {}
         self.states: list[sc.ModelState] = []

@@ -16,6 +16,7 @@ from rpruntime.optimizer.events import (
     ForgetModel,
     KeepBuffers,
     ModelFilledEvent,
+    ReadState,
     Send,
     StepUnit,
     WorkFailedEvent,
@@ -292,7 +293,8 @@ class Script:
         for call, active in self.microbatches.items():
             if call in self.cluster.controller.cancelled:
                 continue
-            ran = [entry for entry in self.cluster.ran if entry[0] == call]
+            entries = [*self.cluster.ran, *(self.cluster.put_back if self.deaths else [])]
+            ran = [entry for entry in entries if entry[0] == call]
             count = len(self.cluster.controller.finished[call].losses)
             forward = sorted((m, p) for _, k, m, (a, b) in ran if k in ("forward", "fused") for p in range(a, b))
             backward = sorted((m, p) for _, k, m, (a, b) in ran if k == "backward" for p in range(a, b))
@@ -607,12 +609,22 @@ def test_a_step_that_was_to_follow_a_gradient_without_room_is_not_done():
     machine.handle(msgs.ExpectSlabsMsg(1, 0, 7, ((3, 0, 2),)), msgs.StepMsg(1, 0, (7,), ({},), None, (7, 0)))
     parts = tuple(msgs.SlabPart(unit, Extent("worker-0.1", "y", unit, 4), (True,)) for unit in spec.layers[1].units)
     machine.handle(msgs.SlabReadyMsg(1, 7, 3, 1, parts))
-    machine.handle(WorkFailedEvent(1))
+    machine.handle(WorkFailedEvent(1, "no room"))
     rest = machine.handle(msgs.SlabReadyMsg(1, 7, 3, 0, ()))
     assert [type(i.msg) for i in rest] == [msgs.SlabDoneMsg], "the worker's memory is free all the same"
     assert not any(isinstance(i, StepUnit) for i in machine.handle(msgs.StepMsg(1, 1, (), ({},), None, (7, 0))))
     forgotten = machine.handle(sc.ResetMsg(2, {"worker-0": 1}, ()))
     assert [type(i) for i in forgotten[:1]] == [ForgetModel]
+
+
+def test_a_question_about_gradients_that_are_discarded_is_dropped():
+    spec = make_spec(1, random.Random(3), 2, asynchronous=False, grain="stage")
+    machine = OptimizerMachine(("worker-0",))
+    machine.handle(spec, ModelFilledEvent(1, tuple(Extent("optimizer.1", "x", n, 4) for n in range(len(spec.units)))))
+    machine.handle(msgs.ExpectSlabsMsg(1, 0, 7, ((3, 0, 2),)), msgs.ReadStateMsg(1, 5, "gradients", (7,)))
+    machine.handle(msgs.DiscardMsg(1, (7,)), msgs.ExpectSlabsMsg(1, 0, 8, ((4, 0, 2),)))
+    answered = machine.handle(msgs.SlabReadyMsg(1, 8, 4, 1, ()), msgs.ReadStateMsg(1, 6, "state"))
+    assert [i.msg.request for i in answered if isinstance(i, ReadState)] == [6]
 
 
 def test_calls_do_fail_in_a_fair_share_of_the_scripts():

@@ -79,6 +79,7 @@ class WorkFailedEvent:
     """An instruction about a model could not be carried out: its gradients or weights are not what they should be."""
 
     model: int
+    reason: str
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ class Gradients:
         """Those of the open iteration are not wanted."""
         model = self._models[msg.model]
         model.forget_open()
+        model.reads = [read for read in model.reads if not set(read.calls).intersection(msg.calls)]
         if msg.calls:
             model.sums.discard(msg.calls)
 

@@ -85,8 +85,8 @@ class Model:
         """Those of the version before."""
         self.torn = False
         """Whether weights have been announced that have not all come: nothing could go on from here."""
-        self.failed = False
-        """Whether an instruction has failed: nothing is added or stepped any more, and nobody goes on from here."""
+        self.failed = ""
+        """Why an instruction has failed: nothing is added or stepped any more, and nobody goes on from here."""
         self.steps: deque[StepMsg] = deque()
         """Those that have not begun."""
         self.running: RunningStep | None = None

@@ -19,8 +19,6 @@ from rpruntime.wire.messages import (
     SnapshotWrittenMsg,
 )
 
-_NOT_WHOLE = "its weights are not whole: the optimizer could not take a gradient or finish a step"
-
 
 class Saves:
     """The snapshots of all models: in their order, one unit at a time, while there is room."""
@@ -35,7 +33,7 @@ class Saves:
         """A save is asked for."""
         model = self._models[msg.model]
         if model.failed:
-            self._out.send(CONTROLLER, SnapshotFailedMsg(msg.model, msg.save, _NOT_WHOLE))
+            self._out.send(CONTROLLER, SnapshotFailedMsg(msg.model, msg.save, model.failed))
             return
         model.snapshots.append(Snapshot(msg, deque(unit.index for unit in model.trainable_units())))
         self.copy_next(model)
@@ -113,11 +111,12 @@ class Saves:
         """The model's weights are not what they should be."""
         snapshots, model.snapshots = model.snapshots, []
         for snapshot in snapshots:
-            self._fail(model, snapshot.msg.save, _NOT_WHOLE)
+            self._fail(model, snapshot.msg.save, model.failed)
 
     def end_all(self, model: Model) -> None:
         """Nobody writes them any more."""
-        for snapshot in list(model.snapshots):
+        snapshots, model.snapshots = model.snapshots, []
+        for snapshot in snapshots:
             self.end(model, snapshot.msg.save)
 
     def end(self, model: Model, save: int) -> None:

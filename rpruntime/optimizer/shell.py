@@ -144,13 +144,13 @@ class OptimizerShell:
             error, model = describe(err, phase="step", device=self._post.role), _model_of(instruction)
             self._post.send(CONTROLLER, RoleFailedMsg(self._post.role, model, error))
             if not isinstance(instruction, ev.ReadState):
-                self._give_up(model)
+                self._give_up(model, f"{error.type_name}: {error.text}")
 
-    def _give_up(self, model: int) -> None:
+    def _give_up(self, model: int, reason: str) -> None:
         """Nothing that would use or change a model's weights and gradients is done any more."""
         work = ev.AddSlab | ev.MeasureNorm | ev.StepUnit
         self._todo = deque(i for i in self._todo if not (isinstance(i, work) and i.model == model))
-        self._happened(ev.WorkFailedEvent(model))
+        self._happened(ev.WorkFailedEvent(model, reason))
 
     def _carry_out_now(self, instruction: Any) -> None:
         began = time.monotonic()
