@@ -376,12 +376,20 @@ class Client:
             for model, listener in list(self._listeners.items()):
                 if msg.model in (model, -1):
                     listener(msg)
+            if isinstance(msg, RoleFailedMsg) and msg.role == OPTIMIZER:
+                self._give_up(msg)
         elif isinstance(msg, ModelsMsg):
             self.models.on_answer(msg)
         elif isinstance(msg, ProtocolErrorMsg):
             log.error("%s did not understand a message: %s", msg.role, msg.error)
         else:
             log.warning("unexpected %s", type(msg).__name__)
+
+    def _give_up(self, msg: RoleFailedMsg) -> None:
+        if msg.model == -1:
+            self.models.on_failure(msg)
+        elif self._machine.has_model(msg.model):  # else it was being loaded
+            self._apply(self._machine.handle(ev.GiveUpEvent(msg.model)))
 
     def _resume_from(self) -> str:
         if not self.checkpoints:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from rpruntime.errors import RoundPipeError
-from rpruntime.wire.messages import ErrorInfo
+from rpruntime.wire.messages import ErrorInfo, RoleFailedMsg
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH_PLUMBING = re.compile(r"torch/(nn/modules/module\.py|autograd/.*|_tensor\.py)$")
@@ -61,6 +61,11 @@ class ErrorContext:
         if self.phase in ("load", "step"):  # not raised by a layer: a process could not do its part
             return "this pipe cannot go on"
         return "this iteration's gradients dropped, run usable"
+
+
+def raise_role_failure(msg: RoleFailedMsg) -> None:
+    """Raise the exception that a worker or the optimizer reported outside a slot."""
+    raise rebuild(msg.error, 0, 0)
 
 
 def rebuild(info: ErrorInfo, num_microbatches: int, step: int) -> BaseException:

@@ -18,6 +18,7 @@ from rpruntime.buffers import buffers_of
 from rpruntime.client import Client
 from rpruntime.control.events import ModelLoadingEvent, ModelUndoneEvent
 from rpruntime.errors import ConfigError
+from rpruntime.failures import raise_role_failure
 from rpruntime.layout import ModelLayout, shown_class
 from rpruntime.optimizer.units import revive_optimizer
 from rpruntime.store.arena import Store, dtype_name, view
@@ -296,13 +297,6 @@ class Loader:
     def _say(self, line: str) -> None:
         if not self._quiet:
             say(line)
-
-
-def raise_role_failure(msg: RoleFailedMsg) -> None:
-    """Raise the exception that a worker or the optimizer reported outside a slot."""
-    from rpruntime.failures import rebuild
-
-    raise rebuild(msg.error, 0, 0)
 
 
 class Loan:

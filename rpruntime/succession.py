@@ -12,7 +12,8 @@ from rpruntime.calls import Calls
 from rpruntime.checkpoints.checkpoints import Checkpoints
 from rpruntime.control import events as ev
 from rpruntime.errors import RoundPipeError
-from rpruntime.loading import Loan, raise_role_failure
+from rpruntime.failures import raise_role_failure
+from rpruntime.loading import Loan
 from rpruntime.metrics import Figures
 from rpruntime.script_model import ScriptModel
 from rpruntime.script_optimizer import hyper_parameters, unpatch_optimizer

@@ -288,6 +288,7 @@ class Optimizer:
             assert instruction.model not in self.failed, f"{instruction} for a model that has failed"
             if instruction.model in self.failing:
                 self.failed.add(instruction.model)
+                self.cluster.post(self.role, "controller", msgs.RoleFailedMsg(self.role, instruction.model, ERROR))
                 self.todo = deque(i for i in self.todo if not (isinstance(i, work) and i.model in self.failed))
                 self._happened(oe.WorkFailedEvent(instruction.model, "no room"))
                 return
@@ -515,6 +516,9 @@ class Controller:
                     self.saves[event.model, event.save].begun = True
             elif isinstance(event, sc.KeptMsg):
                 self.kept.add(event.model)
+            elif isinstance(event, msgs.RoleFailedMsg):
+                if self.machine.has_model(event.model):
+                    self.handle(ev.GiveUpEvent(event.model))
             elif isinstance(event, msgs.RestoredMsg):
                 self.restored.add((event.model, event.unit))
             elif self.machine.understands(event):

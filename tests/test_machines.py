@@ -71,10 +71,9 @@ class Script:
     def machine(self):
         return self.cluster.controller.machine
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether nothing has to go on before a model is given up."""
-        return self.cluster.controller.ended or bool(self.cluster.optimizer.failed)
+    def has_ended(self, model: int) -> bool:
+        """Whether nothing of a model has to go on."""
+        return self.cluster.controller.ended or model in self.cluster.optimizer.failed
 
     def run(self, actions: int) -> None:
         for _ in range(actions):
@@ -108,7 +107,7 @@ class Script:
         if kind == "call":
             while len(self.machine.unfinished_steps(model)) > 1:
                 if not self.cluster.advance():
-                    assert self.has_ended, "the step two iterations back never finishes"
+                    assert self.has_ended(model), "the step two iterations back never finishes"
                     return
             if not self.machine.is_cancelling(model):
                 self._call(model)
@@ -130,7 +129,7 @@ class Script:
         elif kind == "discard" and self.machine.wanted_calls(model):
             while any(self.machine.is_running(call) for call in self.machine.wanted_calls(model)):
                 if not self.cluster.advance():
-                    assert self.has_ended, "a running call never completes"
+                    assert self.has_ended(model), "a running call never completes"
                     return
             if not self.machine.is_cancelling(model):
                 self.cluster.controller.handle(ev.DiscardEvent(model))
@@ -138,7 +137,7 @@ class Script:
     def _restore(self, model: int) -> None:
         """Everything is over first: saves, steps, calls, whose gradients are discarded."""
         self.cluster.settle()
-        if self.has_ended:
+        if self.has_ended(model):
             return
         if self.machine.wanted_calls(model):
             self.cluster.controller.handle(ev.DiscardEvent(model))
@@ -583,6 +582,8 @@ def test_a_model_of_which_the_optimizer_misses_something_is_never_stepped_again(
     else:
         script.models = [model for model in script.models if model not in optimizer.failed]
         cluster.settle()
+        running = [number for number in script.machine._calls if script.machine.is_running(number)]
+        assert not running, "others, and what the failed ones had queued before them, come to an end"
         for model in optimizer.failed:  # as the pipe does it
             while True:
                 cluster.controller.handle(ev.AbandonEvent(model, True))

@@ -21,7 +21,7 @@ from rpruntime.store.arena import GROWTH_BYTES, Arena, Store
 from rpruntime.store.layout import packed
 from rpruntime.store.segments import PrivateSegments
 from rpruntime.wire.messages import ParamSpec, SlabPart, UnitSpec
-from tests.reference import PausedSession, Times
+from tests.reference import PausedSession, Times, live_bytes
 
 SOURCES = [Path(package.__file__ or "").parent for package in (rp, launcher)]
 
@@ -278,6 +278,72 @@ def test_no_step_is_done_without_a_gradient_that_found_no_room(
     assert all(map(torch.equal, params, before)), "nothing was stepped"
     with pytest.raises(rp.RoundPipeError, match="no room for a gradient"):
         pipe.close()
+
+
+class Refusing(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise MemoryError("no room to step")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_other_models_go_on_when_the_optimizer_gives_one_up(session: PausedSession, asynchronous: bool) -> None:
+    """What the first one has queued waits for weights that never come, in front of the second one's."""
+
+    def make(name: str, kind: type[torch.optim.Optimizer]) -> rp.RoundPipe:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        return rp.RoundPipe(
+            model, kind(model.parameters(), lr=0.1), loss_fn=identity, num_microbatches=2, plan="layers", name=name,
+            asynchronous=asynchronous, session=session,
+        )  # fmt: skip
+
+    refused, other = make("refused", Refusing), make("other", torch.optim.SGD)
+    x, y = torch.ones(2, 4), torch.zeros(2)
+    session.paused = True
+    for _ in range(2):
+        refused.forward_backward(x, y)
+        refused.step()
+    session.paused = False
+    for _ in range(3):
+        other.forward_backward(x, y)
+        assert other.step().result().skipped is False
+    with pytest.raises(MemoryError, match="no room to step"):
+        refused.forward_backward(x, y)
+    with pytest.raises(MemoryError, match="no room to step"):
+        refused.close()
+    other.close()
+
+
+def failing_arena(monkeypatch: pytest.MonkeyPatch, owner: str, number: int) -> None:
+    """An owner's allocation of this number, from now on, finds no room."""
+    allocate, count = Arena.allocate, [0]
+
+    def allocate_some(arena: Arena, nbytes: int) -> Any:
+        if arena.owner == owner:
+            count[0] += 1
+            if count[0] == number:
+                raise rp.HostMemoryError("no room in the arena")
+        return allocate(arena, nbytes)
+
+    monkeypatch.setattr(Arena, "allocate", allocate_some)
+
+
+@pytest.mark.parametrize("number", range(1, 20, 3))
+def test_a_model_that_finds_no_room_leaves_nothing_behind(
+    session: PausedSession, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+
+    def train() -> None:
+        model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64))
+        optimizer = torch.optim.AdamW(model.parameters())
+        with rp.RoundPipe(model, optimizer, loss_fn=identity, num_microbatches=1, session=session) as pipe:
+            for _ in range(2):
+                pipe.forward_backward(torch.ones(2, 64), torch.zeros(2))
+                pipe.step().result()
+
+    failing_arena(monkeypatch, "optimizer.1", number)
+    with pytest.raises(rp.HostMemoryError, match="no room in the arena"):
+        train()
+    assert live_bytes(session) == {}
 
 
 WATCHED = """

@@ -67,9 +67,11 @@ def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
 class Choosy(Block):
     """Refuses what no batch of the script holds."""
 
+    refusal: BaseException = ValueError("all zeros")
+
     def compute(self, x: dict[str, Tensor]) -> dict[str, Tensor]:
         if not x["hidden"].any():
-            raise ValueError("all zeros")
+            raise self.refusal
         return super().compute(x)
 
 
@@ -135,31 +137,44 @@ def test_stages_of_several_layers_and_the_loss(session: PausedSession, notes: Pa
     assert [name for name, _ in layers].count("Embed") == 2
 
 
+class Leaving(Choosy):
+    refusal = SystemExit("all zeros")
+
+
+@pytest.mark.parametrize("kind", [Choosy, Leaving])
 def test_a_layer_that_refuses_zeros_is_passed_over(
-    session: PausedSession, notes: Path, caplog: pytest.LogCaptureFixture
+    session: PausedSession, notes: Path, caplog: pytest.LogCaptureFixture, kind: type[Choosy]
 ) -> None:
-    with make(session, Choosy) as pipe, caplog.at_level("INFO"):
+    with make(session, kind) as pipe, caplog.at_level("INFO"):
         train(pipe)
         content = notes.read_bytes()
         count, layers = rehearsed(notes, session)
         assert 0 < count < len(layers)
-        assert "ValueError: all zeros" in caplog.text
+        assert f"{type(kind.refusal).__name__}: all zeros" in caplog.text
         assert notes.read_bytes() == content
 
 
 def test_a_rehearsal_that_ends_the_process_is_not_tried_again(
     session: PausedSession, notes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    class End(BaseException):
+        pass
+
     def end(*args: Any) -> None:
-        raise SystemExit
+        raise End
 
     with make(session) as pipe:
         train(pipe)
         with monkeypatch.context() as patch:
             patch.setattr(Stage, "run", end)
-            with pytest.raises(SystemExit):
+            with pytest.raises(End):
                 rehearsed(notes, session)
         assert rehearsed(notes, session) == (0, [])
+        session._workers[0][1]._notebook = notebook = Notebook(notes)  # of the next process
+        train(pipe)
+        assert not notes.exists(), "nobody is to try it again"
+        notebook.clear()
+        assert not list(notes.parent.iterdir()), "another program may"
 
 
 def test_notes_go_with_their_model_and_broken_ones_are_ignored(session: PausedSession, notes: Path) -> None:
@@ -168,8 +183,26 @@ def test_notes_go_with_their_model_and_broken_ones_are_ignored(session: PausedSe
     assert rehearsed(notes, session) == (0, [])
     notes.write_bytes(b"no notes")
     assert rehearsed(notes, session) == (0, [])
+    assert rehearsed(notes, session) == (0, [])
     Notebook(notes).clear()
-    assert not notes.exists()
+    assert not list(notes.parent.iterdir())
+
+
+def test_what_cannot_be_noted_is_no_error_of_the_run(
+    session: PausedSession, notes: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise TypeError("no bytes for you")
+
+    monkeypatch.setattr("rpruntime.worker.rehearsal.pack_struct", refuse)
+    with make(session) as pipe:
+        train(pipe)
+    assert "no bytes for you" in caplog.text and not notes.exists()
+    session._workers[0][1]._notebook = Notebook(notes.parent / "no folder" / "notes")
+    monkeypatch.undo()
+    with make(session) as pipe:
+        train(pipe)
+    assert "cannot be written down" in caplog.text
 
 
 def test_known_segments_are_mapped_and_missing_ones_are_no_error(session: PausedSession, notes: Path) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from rpruntime.control.calls import Calls
 from rpruntime.control.checkpoints import Checkpoints
-from rpruntime.control.events import AbandonEvent, EndRun, FinishCancel, ReportFailure
+from rpruntime.control.events import AbandonEvent, EndRun, FinishCancel, GiveUpEvent, ReportFailure
 from rpruntime.control.lifetimes import Lifetimes
 from rpruntime.control.model import Model
 from rpruntime.control.models import Models
@@ -67,6 +67,8 @@ class Cancels:
         self._out = out
         self._open: dict[int, Cancel] = {}
         """By model."""
+        self._given_up: set[int] = set()
+        """Models of which nothing is to run any more."""
         self._strays: set[tuple[int, int, str]] = set()
         """(model, call, role) of cancels that were sent for a failed slot of a call that is not known."""
         self._leftovers: dict[int, dict[Leftover, tuple[Extent, ...]]] = {}
@@ -142,6 +144,11 @@ class Cancels:
         elif inference:
             self._begin(number, inference[0], inference[0], None, abandoned=True)
 
+    def on_give_up(self, event: GiveUpEvent) -> None:
+        """One cancel is one call where only evaluations run: the next one follows when it is over."""
+        self._given_up.add(event.model)
+        self.on_abandon(AbandonEvent(event.model, sealed=True))
+
     def _calls_that_go(self, number: int, first: int, last: int, iteration: int | None) -> tuple[int, ...]:
         """Those from `first` to `last` that are cancelled, and what an older controller has left of the iteration."""
         kept = () if iteration is None else self._models[number].iterations[iteration].kept
@@ -211,6 +218,8 @@ class Cancels:
         for msg in cancel.failed:
             if msg.call in self._calls:
                 self.on_failed(msg)
+        if number in self._given_up:
+            self.on_abandon(AbandonEvent(number, sealed=True))
 
     def _drop_work(self, number: int, cancel: Cancel, calls: set[int]) -> None:
         """Forget all slots and keys of cancelled calls; every extent is freed once, whoever named it.
@@ -253,6 +262,7 @@ class Cancels:
     def forget_model(self, number: int) -> None:
         """A model is being removed; whoever does not answer may still have something, which comes when he does."""
         self._leftovers.pop(number, None)
+        self._given_up.discard(number)
         cancel = self._open.pop(number, None)
         if cancel is not None:
             self._strays |= {(number, cancel.first_call, role) for role in cancel.waits_for if role != OPTIMIZER}

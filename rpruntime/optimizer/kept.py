@@ -26,7 +26,8 @@ def copied(value: Any, arena: Arena) -> Any:
             arena.store.bytes_of(moved[extent]).copy_(arena.store.bytes_of(extent))
         return moved[extent]
 
-    return relocated(value, move)
+    with arena.all_or_nothing():
+        return relocated(value, move)
 
 
 def put_struct(value: Any, arena: Arena) -> TensorHandle:
@@ -59,8 +60,8 @@ class Kept:
 
     def keep_head(self, buffers: Buffers) -> None:
         """Copy the buffers after the open iteration's calls."""
-        self._arena.free_all(extents_in(self.head))
-        self.head = copied(buffers, self._arena)
+        old, self.head = self.head, copied(buffers, self._arena)
+        self._arena.free_all(extents_in(old))
 
     def take_head(self) -> None:
         """The open iteration has been stepped as it was found."""
@@ -73,8 +74,9 @@ class Kept:
         if not with_head:
             self.keep_head(())
         if self.package is None:
-            spec = copied(dataclasses.replace(self._spec, lent=()), self._arena)
-            self.package = put_struct(spec, self._arena)
+            with self._arena.all_or_nothing():
+                spec = copied(dataclasses.replace(self._spec, lent=()), self._arena)
+                self.package = put_struct(spec, self._arena)
             self._package_extents = (*extents_in(spec), self.package.extent)
 
     def free(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from rpruntime.errors import HostMemoryError
 from rpruntime.optimizer import events as ev
 from rpruntime.optimizer.kept import Kept, copied, put_struct
 from rpruntime.optimizer.machine import OptimizerMachine
@@ -183,7 +184,8 @@ class OptimizerShell:
         msg = instruction.msg
         sys.path.extend(path for path in msg.python_path if path not in sys.path)
         try:
-            model = _Model(msg, self._arena, self._scratch)
+            with self._arena.all_or_nothing():
+                model = _Model(msg, self._arena, self._scratch)
         except Exception as err:
             log.exception("allocating model %s", msg.name)
             self._post.send(CONTROLLER, RoleFailedMsg(self._post.role, msg.model, describe(err, phase="load")))
@@ -319,6 +321,7 @@ class OptimizerShell:
         (kept.keep_head if instruction.head else kept.keep)(instruction.buffers)
 
     def _keep_only(self, instruction: ev.KeepOnly) -> None:
+        lost: dict[int, str] = {}
         for number, model in self._models.items():
             stays = set(instruction.versions[number])
             for extent in model.lent:  # the controller's memory goes, but for these
@@ -332,10 +335,16 @@ class OptimizerShell:
                     unit.drop_sums(but=instruction.iterations.get(number))
             model.copies.free_all()
             model.incoming.clear()
-            model.kept.settle(with_head=number in instruction.iterations)
+            try:
+                model.kept.settle(with_head=number in instruction.iterations)
+            except HostMemoryError as err:
+                log.error("model %s cannot be kept for another program: %s", model.msg.name, err)
+                lost[number] = str(err)
         self._arena.free_all(self._told)
         self._told.clear()
         self._arena.settle()
+        for number, reason in lost.items():
+            self._happened(ev.WorkFailedEvent(number, reason))
 
     def _tell_models(self, instruction: ev.TellModels) -> None:
         rows = []

@@ -117,7 +117,7 @@ class Succession:
         """A controller attaches, or somebody only looks."""
         rows = []
         for model in self._models.all():
-            if model.note is None:
+            if model.note is None or model.failed:
                 continue
             step = model.version + model.note.step_offset
             row = ModelRow(model.number, model.spec.name, model.version, step, len(model.sums.calls))

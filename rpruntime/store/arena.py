@@ -13,7 +13,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import torch
@@ -167,6 +167,8 @@ class Arena:
         self._allocator = Allocator()
         self._poisons = poisons()
         self._lock = threading.RLock()  # the script allocates while the client's receiver frees
+        self._noted: list[Extent] | None = None
+        """What has been allocated since a block of `all_or_nothing` began."""
 
     def reserve(self, nbytes: int) -> None:
         """Make one segment of exactly `nbytes` now. Raises HostMemoryError with the machine's figures."""
@@ -230,7 +232,23 @@ class Arena:
                 self._grow_for(align(nbytes))
                 place = self._allocator.allocate(nbytes)
                 assert place is not None
-        return Extent(self.owner, *place, nbytes)
+            extent = Extent(self.owner, *place, nbytes)
+            if self._noted is not None:
+                self._noted.append(extent)
+        return extent
+
+    @contextlib.contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """What is allocated in the block, which frees nothing of it, is freed if it raises. For one thread's arenas."""
+        before, self._noted = self._noted, []
+        try:
+            yield
+        except BaseException:
+            self.free_all(self._noted)
+            self._noted.clear()
+            raise
+        finally:
+            self._noted = None if before is None else [*before, *self._noted]
 
     def allocate_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> TensorHandle:
         """Room for a contiguous tensor, alone in its extent."""

@@ -4,8 +4,9 @@ The first run of a stage in a process takes seconds: libraries are loaded, kerne
 page-locked. A worker notes each kind of stage that it runs for the first time; its replacement runs one micro-batch of
 each on zeros, in memory of its own, while the others do the work, and maps what its predecessors had mapped.
 
-    FOLDER/ROLE.rehearsal    the notes, 0600. Who rehearses takes the file away first: a rehearsal that ends the
-                             process, or hangs, is not tried again by the next one.
+    FOLDER/ROLE.rehearsal    the notes, 0600
+    FOLDER/ROLE.rehearsing   the same during a rehearsal. Who finds it knows that one has ended its process, or hung,
+                             and neither rehearses nor notes anything for another one.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class Notebook:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
+        self._is_open = path is not None and not _taken(path).exists()
         self._models: dict[int, tuple[TensorHandle, ModelSpec]] = {}
         self._seen: set[tuple[int, str, tuple[int, int]]] = set()
         self._kinds: dict[tuple[object, ...], StageNote] = {}
@@ -93,14 +95,15 @@ class Notebook:
 
     def clear(self) -> None:
         """Nothing of any model runs any more, whoever noted it."""
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
+        for path in () if self._path is None else (self._path, _taken(self._path)):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
     def add(self, work: RunMicrobatch) -> None:
         """A micro-batch has been launched; costs a look into a set where its stage is known."""
         task = work.task
         place = task.model, task.kind, task.layers
-        if self._path is None or place in self._seen:
+        if not self._is_open or place in self._seen:
             return
         self._seen.add(place)
         kind = self._kind(work)
@@ -126,17 +129,18 @@ class Notebook:
     def _write(self) -> None:
         assert self._path is not None
         models = tuple((number, handle) for number, (handle, _) in self._models.items())
-        _write(self._path, pack_struct(RehearsalNotes(models, tuple(self._kinds.values()))))
+        new = self._path.with_suffix(".new")
+        try:
+            with open(new, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                file.write(pack_struct(RehearsalNotes(models, tuple(self._kinds.values()))))
+            new.replace(self._path)
+        except Exception as err:  # the disk is full, say: a replacement will start slowly
+            log.warning("what a replacement would rehearse cannot be written down: %s: %s", type(err).__name__, err)
 
 
-def _write(path: Path, notes: bytes) -> None:
-    new = path.with_suffix(".new")
-    try:
-        with open(new, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            file.write(notes)
-        new.replace(path)
-    except OSError as err:  # the disk is full, say: a replacement will start slowly
-        log.warning("what a replacement would rehearse cannot be written down: %s", err)
+def _taken(path: Path) -> Path:
+    """The notes' name during a rehearsal."""
+    return path.with_suffix(".rehearsing")
 
 
 def rehearse(path: Path, store: Store, transfers: Transfers, mapped: Iterable[str]) -> int:
@@ -155,12 +159,10 @@ def rehearse(path: Path, store: Store, transfers: Transfers, mapped: Iterable[st
         Exception: the device cannot be used any more.
     """
     began = time.monotonic()
-    notes, models = b"", dict[int, WorkerModel]()
+    models = dict[int, WorkerModel]()
     stages: tuple[StageNote, ...] = ()
     try:
-        notes = path.read_bytes()
-        path.unlink()
-        found = unpack_struct(notes)
+        found = unpack_struct(path.rename(_taken(path)).read_bytes())
         models = {
             number: WorkerModel(unpack_struct(read_bytes(store, spec)), store, transfers.device)
             for number, spec in found.models
@@ -181,8 +183,9 @@ def rehearse(path: Path, store: Store, transfers: Transfers, mapped: Iterable[st
     models.clear()
     gc.collect()  # modules and their gradients hang together in cycles
     free_caches(transfers.device)
-    if notes:
-        _write(path, notes)
+    if stages:
+        with contextlib.suppress(OSError):
+            _taken(path).rename(path)
     log.info("rehearsed %d kinds of stages in %.2f s", count, time.monotonic() - began)
     return count
 
@@ -249,7 +252,7 @@ def _run(note: StageNote, model: WorkerModel, real: Transfers) -> bool:
             stage.run(RunMicrobatch(note.task, call, note.task.microbatches[0], inputs))
             stage.finish()
             return True
-        except Exception as err:
+        except (Exception, SystemExit) as err:
             log.info("rehearsing %s of layers %s: %s: %s", note.task.kind, note.task.layers, type(err).__name__, err)
             stage.drop()
             return False
