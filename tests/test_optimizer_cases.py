@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import launcher
 import rpruntime as rp
 from rpruntime import ExecutionPlan
+from rpruntime.optimizer.events import KeepOnly
 from rpruntime.optimizer.pieces import Scratch
 from rpruntime.optimizer.units import Unit
 from rpruntime.store.arena import GROWTH_BYTES, Arena, Store
@@ -344,6 +345,31 @@ def test_a_model_that_finds_no_room_leaves_nothing_behind(
     with pytest.raises(rp.HostMemoryError, match="no room in the arena"):
         train()
     assert live_bytes(session) == {}
+
+
+def test_a_model_that_cannot_be_kept_for_another_program_takes_no_other_with_it(
+    session: PausedSession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipes = []
+    for name in ("lost", "kept"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        pipes.append(rp.RoundPipe(model, sgd, loss_fn=identity, num_microbatches=1, name=name, session=session))
+        pipes[-1].forward_backward(torch.ones(2, 4), torch.zeros(2))
+        pipes[-1].step().result()
+    shell = session._optimizer[1]
+    versions = {number: tuple(model.master) for number, model in shell._models.items()}
+    (lost, first), (kept, second) = shell._models.items()
+    with monkeypatch.context() as patch:
+        failing_arena(patch, "optimizer.1", 1)
+        shell._keep_only(KeepOnly(versions, {}))
+    assert first.kept.package is None and second.kept.package is not None
+    assert "model lost cannot be kept for another program: no room in the arena" in caplog.text
+    failed = {number for number in (lost, kept) if shell._machine._models[number].failed}
+    assert failed == {lost}
+    with pytest.raises(rp.RoundPipeError):  # its program has gone, as far as the optimizer knows
+        pipes[0].close()
+    pipes[1].close()
 
 
 WATCHED = """

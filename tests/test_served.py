@@ -22,14 +22,16 @@ import rpruntime as rp
 import rpruntime.client
 from launcher.succession import STUCK_S, Holder, Succession
 from rpruntime import served as places
+from rpruntime.client_models import Models
 from rpruntime.errors import SessionLost
 from rpruntime.looking import look_at
 from rpruntime.status import Status
 from rpruntime.store.segments import SOCKET_NAME
 from rpruntime.wire.codec import encode
 from rpruntime.wire.mailbox import OBSERVER, Mailbox, new_keys
-from rpruntime.wire.messages import FreeMsg
+from rpruntime.wire.messages import FreeMsg, RoleFailedMsg
 from rpruntime.wire.succession import ControllerGoneMsg, ModelsMsg, ResetMsg
+from rpruntime.worker.failures import describe
 from tests.launching import FAKE_CHILD, ROOT
 from tests.leaks import Watch, no_leaks, open_descriptors, wait_until
 from tests.reference import one_thread
@@ -494,6 +496,34 @@ def test_models_are_looked_for_again_after_an_interrupt(monkeypatch: pytest.Monk
         rpruntime.client.client_of(session)
     found = rpruntime.client.client_of(session)
     assert found.tries == 2 and found is session.client
+
+
+def test_models_that_the_optimizer_cannot_tell_are_an_error_and_asked_for_again() -> None:
+    class Asking:
+        """A client that hears of one failure, then of no models."""
+
+        answers: list[Any] = [
+            lambda models: models.on_failure(
+                RoleFailedMsg("optimizer", -1, describe(rp.HostMemoryError("no room to tell"), phase="step"))
+            ),
+            lambda models: models.on_answer(ModelsMsg(())),
+        ]
+
+        def wait_roles(self) -> None:
+            pass
+
+        def send(self, role: str, msg: Any) -> None:
+            self.answers.pop(0)(models)
+
+        def wait(self, ready: Any, what: str) -> None:
+            assert ready()
+
+    client: Any = Asking()
+    models = Models(client)
+    with pytest.raises(rp.HostMemoryError, match="no room to tell"):
+        models.find()
+    models.find()
+    assert list(models) == []
 
 
 def test_looking_at_a_session_whose_launcher_is_stopped_ends_in_time(tmp_path: Path) -> None:
