@@ -20,20 +20,20 @@ import torch
 from rpruntime.errors import ConfigError
 from rpruntime.seeds import layer_seed
 from rpruntime.status import NullStatus, StatusWriter
-from rpruntime.store.arena import POISON, Arena, poisons, view
+from rpruntime.store.arena import POISON, Arena, poisons
 from rpruntime.store.handle import Extent, Payload, TensorHandle
-from rpruntime.store.layout import gradient_layout
 from rpruntime.store.values import SINGLE_TENSOR, put_together, take_apart, why_not_picklable
 from rpruntime.wire.messages import CallMsg, Key, SlabPart, SlotTask
 from rpruntime.worker.context import applied, seed_generators
+from rpruntime.worker.loss import loss_of, why_no_gradient
 from rpruntime.worker.machine import PublishedEvent, RunMicrobatch, SlabEvent
 from rpruntime.worker.memory import explain, read_memory
 from rpruntime.worker.modules import WorkerModel
 from rpruntime.worker.outbox import Outbox, Publication
 from rpruntime.worker.segment import Entered, Segment, enter_tensors, tensors_within
+from rpruntime.worker.sums import Sums
 from rpruntime.worker.transfers import Copy, Pieces, Transfers
 
-MAX_METRICS = 1000
 _NO_BUFFERS = Payload(take_apart({})[0], (), ())
 
 
@@ -88,7 +88,7 @@ class Stage:
         self._model = model
         self._transfers = transfers
         self._store = arena.store
-        self._sums: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._sums = Sums()
         self._bound = False
         self._call: CallMsg | None = None
         self._inputs: dict[Key, Payload] = {}
@@ -329,42 +329,10 @@ class Stage:
 
     def _loss(self, value: Any) -> tuple[torch.Tensor, dict[str, Any]]:
         self._at("loss", -1)
-        result = value
-        if self._model.loss_fn is not None:
-            label = self._inputs.get(("label", self.task.call, self._m))
-            if label is None:
-                result = self._model.loss_fn(value)
-            else:
-                result = self._model.loss_fn(value, self._labels(label))
-        metrics: dict[str, Any] = {}
-        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
-            result, metrics = result
-            if len(metrics) > MAX_METRICS:
-                raise ConfigError(f"loss_fn returned {len(metrics)} metrics; {MAX_METRICS} at most are reported")
-        if not isinstance(result, torch.Tensor) or result.numel() != 1:
-            what = "the last layer's output (loss_fn is None)" if self._model.loss_fn is None else "loss_fn's result"
-            shape = (
-                f"a tensor of shape {tuple(result.shape)}"
-                if isinstance(result, torch.Tensor)
-                else f"a {type(result).__name__}"
-            )
-            raise ConfigError(
-                f"the loss must be a tensor with one element, but {what} is {shape}; take its mean, for example"
-            )
-        return result, metrics
-
-    def _why_no_gradient(self, value: Any, loss: torch.Tensor) -> str:
-        """What to say of a loss that nothing can be trained by."""
-        if self._model.loss_fn is not None and any(tensor.requires_grad for tensor in tensors_within(value)):
-            what = "loss_fn's result"
-        else:
-            what = "the last layer's output"
-        dtype = str(loss.dtype).removeprefix("torch.")
-        return (
-            f"{what} has no gradient ({dtype}), so nothing would be trained: return it as it was computed, without "
-            ".detach(), .item(), torch.no_grad() or argmax; a micro-batch in which nothing counts gets "
-            "weight 0 from loss_weight="
-        )
+        loss_fn = self._model.loss_fn
+        label = self._inputs.get(("label", self.task.call, self._m))
+        labels = () if label is None or loss_fn is None else (self._labels(label),)
+        return loss_of(loss_fn, value, *labels)
 
     def _labels(self, payload: Payload) -> Any:
         skeleton = self._store.skeleton(payload)
@@ -379,7 +347,7 @@ class Stage:
         since = self._transfers.mark()
         loss, metrics = self._loss(value)
         if not loss.requires_grad:
-            raise ConfigError(self._why_no_gradient(value, loss))
+            raise ConfigError(why_no_gradient(self._model.loss_fn, value, loss))
         self._outbox.add_loss(self._m, loss.detach(), metrics)
         numerator, denominator = self._now.coefficients[self._m]
         scaled = loss / denominator if numerator == 1 else loss * numerator / denominator
@@ -407,7 +375,7 @@ class Stage:
             self._at("backward", position)
             for (unit, index), parameter in self._model.layers[position].parameters.items():
                 if parameter.grad is not None:
-                    self._add(position, unit, index, parameter.grad)
+                    self._sums.add(position, unit, index, parameter.grad)
                     parameter.grad = None
         self._mark("backward", layers.start, layers.stop, self._backward_began)
         grads = [None if leaf is None else leaf.grad for leaf in entered.leaves]
@@ -416,17 +384,6 @@ class Stage:
             skeleton = bytes(grad is not None for grad in grads)
             self._outbox.add_value(self._key("agrad", self.task.layers[0]), skeleton, present, (False,) * len(present))
         return grads
-
-    def _add(self, position: int, unit: int, index: int, grad: torch.Tensor) -> None:
-        """fp32 sums, micro-batches in order from zero (docs/numerics.md)."""
-        if grad.is_sparse:
-            grad = grad.to_dense()
-        total = self._sums.get((position, unit, index))
-        if total is None:
-            wide = torch.promote_types(grad.dtype, torch.float32)
-            self._sums[position, unit, index] = grad.to(wide)
-        else:
-            total.add_(grad)
 
     def finish(self) -> None:
         """Launch the rest: sums are ready to go to the host, deepest position first; the device lets go of the weights.
@@ -505,18 +462,13 @@ class Stage:
             parts: list[SlabPart] = []
             copies: list[Pieces] = []
             for unit in self._model.trainable_units(position):
-                sums = [self._sums.pop((position, unit.index, index), None) for index in range(len(unit.params))]
-                if all(total is None for total in sums):
+                found = self._sums.take(position, unit, scale, self._transfers.device)
+                if found is None:
                     continue
-                offsets, nbytes = gradient_layout(unit)
-                extent = self._outbox.allocate(nbytes)
-                slab = torch.empty(nbytes, dtype=torch.uint8, device=self._transfers.device)
-                for total, param, offset in zip(sums, unit.params, offsets, strict=True):
-                    if total is not None:
-                        total = total if scale == 1 else total * scale
-                        view(slab, offset, param.shape, param.grad_dtype).copy_(total)
+                slab, present = found
+                extent = self._outbox.allocate(slab.nbytes)
                 copies.append(self._transfers.download_pieces(slab, self._store.bytes_of(extent)))
-                parts.append(SlabPart(unit.index, extent, tuple(total is not None for total in sums)))
+                parts.append(SlabPart(unit.index, extent, present))
             self._outbox.add(SlabEvent(self.task.slot, position, tuple(parts)), copies)
             self.gradients += copies
 
