@@ -25,6 +25,7 @@ from rpruntime.store.handle import Extent, Payload, TensorHandle
 from rpruntime.wire import messages as msgs
 from rpruntime.wire import succession as sc
 from rpruntime.wire.succession import head_place
+from rpruntime.worker import events as we
 from rpruntime.worker import machine as wm
 
 
@@ -83,7 +84,7 @@ class Worker:
         self.ran: dict[int, list[tuple[int, str, int, tuple[int, int]]]] = defaultdict(list)
         """By slot, what its present attempt has run."""
         self.own: dict[int, list[Extent]] = defaultdict(list)
-        self.finished: dict[int, wm.FinishSlot] = {}
+        self.finished: dict[int, we.FinishSlot] = {}
         self.dropping: list[tuple[int, list[Extent]]] = []
         self.staged: dict[int, dict[int, Extent]] = {}
         self.prefetched: set[tuple[int, int]] = set()
@@ -115,36 +116,36 @@ class Worker:
             self.finished.pop(rest[0])
             self.copies.pop(rest[0])
             self.own.pop(rest[0], None)
-            self.handle(wm.SlotDoneEvent(rest[0], ()))
+            self.handle(we.SlotDoneEvent(rest[0], ()))
         else:
             self.dropping.remove(rest[0])
-            self.handle(wm.SlotDroppedEvent(rest[0][0], tuple(rest[0][1])))
+            self.handle(we.SlotDroppedEvent(rest[0][0], tuple(rest[0][1])))
 
-    def _Send(self, i: wm.Send) -> None:
+    def _Send(self, i: we.Send) -> None:
         self.cluster.post(self.role, i.role, i.msg)
 
-    def _Forget(self, i: wm.Forget) -> None:
+    def _Forget(self, i: we.Forget) -> None:
         pass
 
-    def _FreeCaches(self, i: wm.FreeCaches) -> None:
+    def _FreeCaches(self, i: we.FreeCaches) -> None:
         pass
 
-    def _Adopt(self, i: wm.Adopt) -> None:
+    def _Adopt(self, i: we.Adopt) -> None:
         assert i.owner in self.cluster.dead and i.owner.rpartition(".")[0] == self.role
         self.cluster.adopted.append(i.owner)
         self.cluster.memory.free_all(i.owner)
 
-    def _BuildModel(self, i: wm.BuildModel) -> None:
-        self.ready.append(wm.ModelBuiltEvent(i.msg.model))
+    def _BuildModel(self, i: we.BuildModel) -> None:
+        self.ready.append(we.ModelBuiltEvent(i.msg.model))
 
-    def _ForgetModel(self, i: wm.ForgetModel) -> None:
+    def _ForgetModel(self, i: we.ForgetModel) -> None:
         pass
 
-    def _FreeOwn(self, i: wm.FreeOwn) -> None:
+    def _FreeOwn(self, i: we.FreeOwn) -> None:
         for extent in i.extents:
             self.cluster.memory.free(extent, self.owner)
 
-    def _StageWeights(self, i: wm.StageWeights) -> None:
+    def _StageWeights(self, i: we.StageWeights) -> None:
         assert i.task.slot not in self.staged
         self.staged[i.task.slot] = i.units
         assert len(self.staged) <= wm.STAGED_SLOTS
@@ -161,7 +162,7 @@ class Worker:
         self.own[slot].append(extent)
         return extent
 
-    def _Prefetch(self, i: wm.Prefetch) -> None:
+    def _Prefetch(self, i: we.Prefetch) -> None:
         assert i.task.slot in self.staged
         assert (i.task.slot, i.microbatch) not in self.prefetched, "brought to the device twice"
         self.prefetched.add((i.task.slot, i.microbatch))
@@ -169,7 +170,7 @@ class Worker:
             for extent in found.extents():
                 self.cluster.memory.check(extent, key)
 
-    def _RunMicrobatch(self, i: wm.RunMicrobatch) -> None:
+    def _RunMicrobatch(self, i: we.RunMicrobatch) -> None:
         task, m, memory = i.task, i.microbatch, self.cluster.memory
         self._check_weights(task)
         scale = self.cluster.optimizer.scales[task.model][task.version] if task.kind == "fused" else 1.0
@@ -182,11 +183,11 @@ class Worker:
             self.tries[task.slot] += 1
             if self.tries[task.slot] == wm.MAX_TRIES - 1 or not self.cluster.random.randrange(3):
                 self.cluster.short_of_memory.discard((task.slot, self.owner))
-            self.ready.append(wm.OutOfMemoryEvent(task.slot, ERROR))
+            self.ready.append(we.OutOfMemoryEvent(task.slot, ERROR))
             return
         if task.slot in self.cluster.failing and (last or self.cluster.random.random() < 0.5):
             self.cluster.failing.discard(task.slot)
-            self.ready.append(wm.SlotFailedEvent(task.slot, ERROR))
+            self.ready.append(we.SlotFailedEvent(task.slot, ERROR))
             return
         self.ran[task.slot].append((task.call, task.kind, m, task.layers))
         self.cluster.ran.append(self.ran[task.slot][-1])
@@ -199,10 +200,10 @@ class Worker:
                 found = i.inputs[same[0]]
                 for extent in found.extents():
                     memory.alias(extent, key)
-                out.append(wm.PublishedEvent(task.slot, key, found, ()))
+                out.append(we.PublishedEvent(task.slot, key, found, ()))
             else:
                 extent = self._write(task.slot, key)
-                out.append(wm.PublishedEvent(task.slot, key, payload(extent), (extent,)))
+                out.append(we.PublishedEvent(task.slot, key, payload(extent), (extent,)))
 
         for position, _ in task.publish:
             publish(("act", task.call, m, position))
@@ -214,12 +215,12 @@ class Worker:
                 if self.cluster.spec(task.model).layers[position].buffers:
                     publish(("buffer", task.call, m, position))
         if stop == len(self.cluster.spec(task.model).layers) and task.kind in ("fused", "infer"):
-            out.append(wm.LossEvent(task.slot, m, float(m + 1), {}))
+            out.append(we.LossEvent(task.slot, m, float(m + 1), {}))
             if i.call.wants_output:
                 publish(("out", task.call, m))
-        self.ready.append(wm.LaunchedEvent())
+        self.ready.append(we.LaunchedEvent())
 
-    def _FinishSlot(self, i: wm.FinishSlot) -> None:
+    def _FinishSlot(self, i: we.FinishSlot) -> None:
         task = i.task
         if task.kind in ("fused", "backward"):
             for position in reversed(range(*task.layers)):
@@ -229,13 +230,13 @@ class Worker:
                         content = ("slab", task.call, task.slot, position, unit)
                         parts.append(msgs.SlabPart(unit, self._write(task.slot, content), (True,)))
                         self.cluster.gave[task.model, task.call, unit].add((task.slot, -position))
-                self.copies[task.slot].append(wm.SlabEvent(task.slot, position, tuple(parts)))
+                self.copies[task.slot].append(we.SlabEvent(task.slot, position, tuple(parts)))
         self.staged.pop(task.slot)
         self.copies[task.slot]  # a slot that published nothing is done too
         self.finished[task.slot] = i
-        self.ready.append(wm.LaunchedEvent())
+        self.ready.append(we.LaunchedEvent())
 
-    def _DropSlot(self, i: wm.DropSlot) -> None:
+    def _DropSlot(self, i: we.DropSlot) -> None:
         self.prefetched = {place for place in self.prefetched if place[0] != i.task.slot}
         self.staged.pop(i.task.slot, None)
         self.finished.pop(i.task.slot, None)

@@ -11,7 +11,7 @@ import torch
 from rpruntime.store.arena import Arena, contiguous_stride, dtype_name, view
 from rpruntime.store.handle import MAX_INLINE_SKELETON_BYTES, Extent, Payload, TensorHandle
 from rpruntime.wire.messages import Key
-from rpruntime.worker.machine import LossEvent, PublishedEvent
+from rpruntime.worker.events import LossEvent, PublishedEvent
 from rpruntime.worker.transfers import Copy, Transfers
 
 

@@ -29,7 +29,7 @@ from rpruntime.store.handle import Payload, TensorHandle
 from rpruntime.store.segments import PrivateSegments
 from rpruntime.wire.codec import decode, encode, pack_struct, struct, unpack_struct
 from rpruntime.wire.messages import CallMsg, Key, ModelSpec, SlotTask
-from rpruntime.worker.machine import RunMicrobatch
+from rpruntime.worker.events import RunMicrobatch
 from rpruntime.worker.memory import free_caches
 from rpruntime.worker.modules import WorkerModel, read_bytes
 from rpruntime.worker.stage import Stage

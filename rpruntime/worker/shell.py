@@ -16,9 +16,10 @@ from rpruntime.trace.spans import MESSAGES
 from rpruntime.wire.codec import unpack_struct
 from rpruntime.wire.mailbox import Post
 from rpruntime.wire.messages import ForgetMsg, LoadModelMsg, ModelSpec, RoleFailedMsg, SlotTask, TraceMsg
-from rpruntime.worker import machine as m
+from rpruntime.worker import events as ev
 from rpruntime.worker.copies import CopyLog
 from rpruntime.worker.failures import describe
+from rpruntime.worker.machine import CONTROLLER, OPTIMIZER, WorkerMachine
 from rpruntime.worker.memory import forget_frames, free_caches, is_out_of_memory
 from rpruntime.worker.modules import WorkerModel, read_bytes
 from rpruntime.worker.rehearsal import Notebook
@@ -71,7 +72,7 @@ class WorkerShell:
         self._device_name = device_name
         self._log = transfers.log = CopyLog(self._status)
         blocking = variant(CONSISTENCY_VARIABLE, "layerwise", "blocking") == "blocking"
-        self._machine = m.WorkerMachine(post.role, peers, blocking=blocking)
+        self._machine = WorkerMachine(post.role, peers, blocking=blocking)
         self._peers = peers
         self._replaces = not arena.owner.endswith(".1")
         """Whether this process took the place of one that died."""
@@ -95,18 +96,18 @@ class WorkerShell:
         """Finishing slots of whose gradients some are in host memory."""
         self._events: deque[Any] = deque()
         self._carry_out: dict[type, Callable[[Any], Any]] = {
-            m.Send: lambda i: self._post.send(i.role, i.msg),
-            m.BuildModel: lambda i: self._build(i.msg),
-            m.ForgetModel: self._forget,
-            m.StageWeights: self._stage_weights,
-            m.Prefetch: self._prefetch,
-            m.RunMicrobatch: self._run,
-            m.FinishSlot: self._finish,
-            m.DropSlot: self._drop,
-            m.FreeOwn: lambda i: self._arena.free_all(i.extents),
-            m.FreeCaches: lambda i: free_caches(self._transfers.device),
-            m.Adopt: self._adopt,
-            m.Forget: lambda i: self._arena.store.forget_all(i.segments),
+            ev.Send: lambda i: self._post.send(i.role, i.msg),
+            ev.BuildModel: lambda i: self._build(i.msg),
+            ev.ForgetModel: self._forget,
+            ev.StageWeights: self._stage_weights,
+            ev.Prefetch: self._prefetch,
+            ev.RunMicrobatch: self._run,
+            ev.FinishSlot: self._finish,
+            ev.DropSlot: self._drop,
+            ev.FreeOwn: lambda i: self._arena.free_all(i.extents),
+            ev.FreeCaches: lambda i: free_caches(self._transfers.device),
+            ev.Adopt: self._adopt,
+            ev.Forget: lambda i: self._arena.store.forget_all(i.segments),
         }
 
     @property
@@ -148,7 +149,7 @@ class WorkerShell:
         if self._log.on:
             self._log.settle(self._transfers)
             for msg in self._log.spans.take(self._post.role):
-                self._post.send(m.CONTROLLER, msg)
+                self._post.send(CONTROLLER, msg)
 
     def _place(self, task: SlotTask, microbatch: int = -1) -> None:
         """What is copied from now on belongs here."""
@@ -175,24 +176,24 @@ class WorkerShell:
         if self._launched and len(self._ahead) < MAX_LAUNCHED:
             self._launched = False
             self._status.progress()
-            self._events.append(m.LaunchedEvent())
+            self._events.append(ev.LaunchedEvent())
         for stage in [*self._stages.values(), *self._finishing]:
             published = stage.take_published()
-            if any(isinstance(event, m.SlabEvent) for event in published):
+            if any(isinstance(event, ev.SlabEvent) for event in published):
                 self._handed_over.add(stage.task.slot)
             self._events.extend(published)
         for stage in [stage for stage in self._finishing if not stage.publications and reached(stage.end)]:
             self._finishing.remove(stage)
             self._handed_over.discard(stage.task.slot)
             self._send_trace()
-            self._events.append(m.SlotDoneEvent(stage.task.slot, stage.spans(), self._transfers.peak_bytes()))
+            self._events.append(ev.SlotDoneEvent(stage.task.slot, stage.spans(), self._transfers.peak_bytes()))
         for stage in self._dropping:
             stage.take_published()
         gone = [s for s in self._dropping if not s.publications and s.has_arrived() and reached(s.end)]
         for stage in gone:
             self._dropping.remove(stage)
             stage.release()
-            self._events.append(m.SlotDroppedEvent(stage.task.slot, tuple(stage.own)))
+            self._events.append(ev.SlotDroppedEvent(stage.task.slot, tuple(stage.own)))
 
     def _build(self, msg: ModelSpec) -> None:
         sys.path.extend(path for path in msg.python_path if path not in sys.path)
@@ -205,22 +206,22 @@ class WorkerShell:
             if self._replaces:
                 raise  # others go on without this process
             log.exception("building model %s", msg.name)
-            self._post.send(m.CONTROLLER, RoleFailedMsg(self._post.role, msg.model, describe(err, phase="load")))
+            self._post.send(CONTROLLER, RoleFailedMsg(self._post.role, msg.model, describe(err, phase="load")))
             return
-        self._events.append(m.ModelBuiltEvent(msg.model))
+        self._events.append(ev.ModelBuiltEvent(msg.model))
 
-    def _forget(self, instruction: m.ForgetModel) -> None:
+    def _forget(self, instruction: ev.ForgetModel) -> None:
         self._models.pop(instruction.model, None)
         self._notebook.forget_model(instruction.model)
 
-    def _adopt(self, instruction: m.Adopt) -> None:
+    def _adopt(self, instruction: ev.Adopt) -> None:
         limit = sum(model.msg.worker_bytes for model in self._models.values())
         given_up = self._arena.adopt(instruction.owner, limit)
         if given_up:
-            for role in (*(peer for peer in self._peers if peer != self._post.role), m.OPTIMIZER, m.CONTROLLER):
+            for role in (*(peer for peer in self._peers if peer != self._post.role), OPTIMIZER, CONTROLLER):
                 self._post.send(role, ForgetMsg(given_up))
 
-    def _stage_weights(self, instruction: m.StageWeights) -> None:
+    def _stage_weights(self, instruction: ev.StageWeights) -> None:
         task = instruction.task
         stage = Stage(
             task,
@@ -239,7 +240,7 @@ class WorkerShell:
             stage.failure = err
         self._up[task.slot] = Windows(list(stage.weights.values()), self._left if self._in_windows else 0, self._sizes)
 
-    def _prefetch(self, instruction: m.Prefetch) -> None:
+    def _prefetch(self, instruction: ev.Prefetch) -> None:
         self._place(instruction.task, instruction.microbatch)
         try:
             self._stages[instruction.task.slot].prefetch(instruction.inputs)
@@ -263,7 +264,7 @@ class WorkerShell:
         for windows in self._crossing:
             windows.finish()
 
-    def _run(self, instruction: m.RunMicrobatch) -> None:
+    def _run(self, instruction: ev.RunMicrobatch) -> None:
         stage = self._stages[instruction.task.slot]
         try:
             if stage.failure is not None:
@@ -286,7 +287,7 @@ class WorkerShell:
             if not stage.by_layer:
                 self._notebook.add(instruction)
 
-    def _finish(self, instruction: m.FinishSlot) -> None:
+    def _finish(self, instruction: ev.FinishSlot) -> None:
         stage = self._stages[instruction.task.slot]
         self._place(instruction.task)
         unused = self._up.pop(stage.task.slot, None)  # of a slot that was done but for this
@@ -308,7 +309,7 @@ class WorkerShell:
         self._tell_slots()
         self._status.at(0)
 
-    def _drop(self, instruction: m.DropSlot) -> None:
+    def _drop(self, instruction: ev.DropSlot) -> None:
         slot = instruction.task.slot
         stage = self._stages.pop(slot, None)
         if stage is None:
@@ -339,6 +340,6 @@ class WorkerShell:
         )
         if short:
             forget_frames(err)
-            self._events.append(m.OutOfMemoryEvent(stage.task.slot, error))
+            self._events.append(ev.OutOfMemoryEvent(stage.task.slot, error))
         else:
-            self._events.append(m.SlotFailedEvent(stage.task.slot, error))
+            self._events.append(ev.SlotFailedEvent(stage.task.slot, error))

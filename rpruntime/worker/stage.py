@@ -25,8 +25,8 @@ from rpruntime.store.handle import Extent, Payload, TensorHandle
 from rpruntime.store.values import SINGLE_TENSOR, put_together, take_apart, why_not_picklable
 from rpruntime.wire.messages import CallMsg, Key, SlabPart, SlotTask
 from rpruntime.worker.context import applied, seed_generators
+from rpruntime.worker.events import PublishedEvent, RunMicrobatch, SlabEvent
 from rpruntime.worker.loss import loss_of, why_no_gradient
-from rpruntime.worker.machine import PublishedEvent, RunMicrobatch, SlabEvent
 from rpruntime.worker.memory import explain, read_memory
 from rpruntime.worker.modules import WorkerModel
 from rpruntime.worker.outbox import Outbox, Publication
