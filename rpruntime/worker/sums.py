@@ -15,6 +15,9 @@ class Sums:
     def __init__(self) -> None:
         self._sums: dict[tuple[int, int, int], torch.Tensor] = {}
 
+    def __len__(self) -> int:
+        return len(self._sums)
+
     def add(self, position: int, unit: int, index: int, gradient: torch.Tensor) -> None:
         """A micro-batch's gradient, which may become the sum itself."""
         if gradient.is_sparse:
