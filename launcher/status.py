@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,9 @@ def status(words: list[str]) -> int:
         return 0
     if not rows:
         print("no session is running")
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for row in rows:
-        print("\n".join(lines(row)))
+        print("\n".join(lines(row, width)))
     return 0
 
 
@@ -60,10 +63,10 @@ def describe(path: Path) -> dict[str, Any] | None:
     return row
 
 
-def lines(row: dict[str, Any]) -> list[str]:
-    """For the terminal."""
+def lines(row: dict[str, Any], width: int | None = None) -> list[str]:
+    """For people. `width`: of the terminal, in characters; longer lines are cut. None: there is none."""
     pids = f"launcher {row['launcher_pid']}" + (f", script {row['script_pid']}" if row["script_pid"] else "")
-    found = [f"{row['name']}   {_age(row['age_s'])}   {pids}   logs: {row['log_dir']}/"]
+    found = [f"{row['name']}   {_age(row['age_s'])}   {pids}"]
     controller = row["controller"]
     if controller is not None:
         since = _age(time.time() - controller["since"])
@@ -81,7 +84,10 @@ def lines(row: dict[str, Any]) -> list[str]:
         found.append(f"  model        {model['name']}: {model['step']} steps done{calls}")
     if row["memory_bytes"] is not None:
         found.append(f"  memory       {row['memory_bytes'] / 2**30:.2f} GiB shared")
-    return found
+    if width is not None:
+        found = [line if len(line) <= width else f"{line[: max(0, width - 3)]}..."[:width] for line in found]
+    # A path of which a part is missing is of no use.
+    return [found[0], f"  logs         {row['log_dir']}/", *found[1:]]
 
 
 def _age(seconds: float) -> str:

@@ -25,6 +25,7 @@ from rich.console import Console
 
 from launcher import choosing, logs, rpctl
 from launcher.ends import without_log_prefix
+from launcher.status import lines as status_lines
 from launcher.top import Watch
 from launcher.top_screen import screen
 from rpruntime.logs import ControllerLog, LineFormatter
@@ -44,7 +45,7 @@ SCRIPT = ROOT / "tests" / "scripts" / "train_watched.py"
 
 
 class Terminal:
-    """A program on a terminal of its own, 40 lines of 100."""
+    """A program on a terminal of its own, 40 lines of 80."""
 
     def __init__(self, watch: Leaks, *words: str) -> None:
         self._ours, theirs = pty.openpty()
@@ -54,7 +55,7 @@ class Terminal:
             "PYTHONPATH": str(ROOT),
             "TERM": "xterm",
             "LINES": "40",
-            "COLUMNS": "160",
+            "COLUMNS": "80",
         }
         self.popen = subprocess.Popen(
             words,
@@ -238,9 +239,9 @@ def a_session(folder: Path, incarnation: int = 1) -> None:
     (folder / "session.json").write_text(json.dumps(body))
 
 
-def shown(found: dict[str, Any]) -> str:
+def shown(found: dict[str, Any], width: int = 200) -> str:
     out = io.StringIO()
-    Console(file=out, width=200).print(screen(found))
+    Console(file=out, width=width).print(screen(found))
     return out.getvalue()
 
 
@@ -289,6 +290,90 @@ def test_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cuda:0 (process 2)" in shown(found)
     alive = False
     assert watch.look() is None
+
+
+def a_device(number: int, **more: Any) -> dict[str, Any]:
+    """What `Watch.look` has found of a GPU at work, with long figures."""
+    return {
+        "role": f"worker-{number}", "device": f"cuda:{number}", "name": "X", "pid": 9 + number, "state": "ready",
+        "incarnation": 1 + number, "stage": {"kind": "backward", "layers": [13, 15], "step": 1813}, "slot": 41,
+        "phase": "recompute", "layer": 14, "microbatch": 12, "of_microbatches": 16, "utilisation": 0.75,
+        "waiting_ms": 3500.0, "peak_bytes": 2**33, "memory_bytes": 2**35,
+        "copies_bytes_per_s": dict(zip(COPIES, (2e9, 1e9, 1e6, 1e10), strict=True)),
+        "gpu": {"utilisation": 0.98, "used_bytes": 2**34}, **more,
+    }  # fmt: skip
+
+
+LARGE = {
+    "session": "calm-otter",
+    "argv": ["train.py", "--fast"],
+    "script_pid": 7,
+    "page_age_s": 1.0,
+    "devices": [a_device(0), a_device(1)],
+    "optimizer": "ready",
+    "models": PAGE["models"],
+    "memory": {"weights": 2**34, "gradients": 2**30, "activations": 2**30, "inputs": 2**30, "optimizer": 2**36},
+}
+
+
+def test_a_wide_terminal_has_everything() -> None:
+    lines = shown(LARGE, 120).splitlines()
+    row = "75% (98%)  3500 ms  16.0 GiB of 32.0 GiB"
+    assert lines[2].split() == ["device", "stage", "now", "computes", "waits", "memory"]
+    assert lines[4] == f"cuda:1 (process 2)  backward 13-14 of step 1813  recompute layer 14 mb 13  {row}"
+    assert "24.1k tok/s   5.9 items/s   14.1 s a step" in "\n".join(lines)
+    assert lines[-1].startswith("host memory") and lines[-1].endswith("optimizer 64.0 GiB")
+
+
+def test_80_columns_are_enough() -> None:
+    text = shown(LARGE, 80)
+    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
+    for words in (
+        "backward 13-14  recompute 14 mb 13       75%  3500 ms  16.0/32.0 GiB", "cuda:1 (2) ", "gradients down",
+        "24.1k tok/s   14.1 s a step", "19 of 38 units, 2000 ms a step", "intra 2.0%   drain 0.0%",
+        "optimizer 64.0 GiB",
+    ):  # fmt: skip
+        assert words in text, (words, text)
+    worse = {**LARGE, "devices": [a_device(3, stage={"kind": "backward", "layers": [113, 115], "step": 9}, layer=113)]}
+    text = shown(worse, 80)
+    assert "waits" not in text and "backward 113-114  recompute 113 mb 13       75%  16.0/32.0 GiB" in text
+
+
+def test_the_table_keeps_its_form_when_work_ends() -> None:
+    idle = a_device(0, slot=0, stage=None)
+    for width in range(70, 121):
+        at_work = a_device(0, stage={"kind": "backward", "layers": [3, 5], "step": 19}, layer=4, microbatch=2)
+        texts = [shown({**LARGE, "devices": [row]}, width).splitlines() for row in (idle, at_work)]
+        assert texts[0][2] == texts[1][2]
+
+
+@pytest.mark.parametrize("width", [1, 10, 30, 40, 60, 79, 80, 100])
+def test_nothing_is_wrapped(width: int) -> None:
+    """A narrower terminal cuts lines; each still begins as in a wide one."""
+    wide, narrow = shown(LARGE, 200).splitlines(), shown(LARGE, width).splitlines()
+    assert max(map(len, narrow)) <= width
+    assert len(narrow) == len(wide) + 1, "only the kinds of memory take two lines"
+    for whole, cut in zip(wide, narrow, strict=False):
+        assert whole[: min(6, width - 1)] == cut[: min(6, width - 1)]
+
+
+def test_news_are_seen_beside_a_long_command() -> None:
+    found = {**LARGE, "argv": ["train.py", *("--word",) * 30], "page_age_s": 100.0}
+    assert "calm-otter   nothing new for 100 s   train.py" in shown(found, 80).splitlines()[0]
+
+
+def test_status_on_a_narrow_terminal() -> None:
+    row = {
+        "name": "calm-otter", "age_s": 12.0, "launcher_pid": 1, "script_pid": 2, "log_dir": "/tmp/" + "long/" * 20,
+        "controller": {"pid": 2, "since": 0.0, "argv": ["train.py", *("--word",) * 20]}, "served": False,
+        "roles": [{"role": "worker-0", "device": "cpu:0", "pid": 3, "state": "ready", "incarnation": 1}],
+        "models": [], "memory_bytes": None,
+    }  # fmt: skip
+    whole, cut = status_lines(row), status_lines(row, 50)
+    assert len(whole) == len(cut) == 4
+    assert whole[1] == cut[1] == f"  logs         {row['log_dir']}/", "a path is of use as a whole only"
+    assert whole[2].endswith("--word") and len(cut[2]) == 50 and cut[2].endswith("...")
+    assert whole[3] == cut[3]
 
 
 def test_top_without_a_session(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
