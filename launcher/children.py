@@ -88,13 +88,13 @@ Proc = RequestedProc | UnreadyProc | ReadyProc
 class Ended:
     """The end of a child, as the kernel reported it.
 
-    `pid` is the fork server's if that ended before it had forked the child. `lines` are the last ones of its log,
-    `status` is what a worker was doing.
+    `pid`: None for one that the fork server was to fork and did not. `lines` are the last ones of its log, `status` is
+    what a worker was doing.
     """
 
     role: str
     incarnation: int
-    pid: int
+    pid: int | None
     device: str
     returncode: int
     reason: str

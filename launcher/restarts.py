@@ -150,7 +150,7 @@ def died_msg(ended: Ended, follows: Follows) -> RoleDiedMsg:
     return RoleDiedMsg(
         role=ended.role,
         incarnation=ended.incarnation,
-        pid=ended.pid,
+        pid=ended.pid or 0,
         reason=ended.reason,
         restarts=isinstance(follows, Restart),
         slots=status.slots,

@@ -128,7 +128,7 @@ class Supervisor:
             with _open_log(requested.log_file) as log:
                 server.request(requested.role, self._own_environ(requested), log.fileno())
         except OSError as err:
-            self._miscarry(requested, server.process.pid, 1, str(err))
+            self._miscarry(requested, 1, str(err))
 
     def _begun(self, requested: RequestedProc, process: Process) -> UnreadyProc:
         role, device, log_file = requested.role, requested.device, requested.log_file
@@ -160,7 +160,7 @@ class Supervisor:
                 if self.stopping:  # it was not there when the others were told
                     _kill_group(proc.pid, signal.SIGKILL)
             else:
-                self._miscarry(requested, server.process.pid, 1, answer.reason)
+                self._miscarry(requested, 1, answer.reason)
         if server.is_ready and not was_ready and not self.stopping:
             for requested in self._requested():
                 self._request(server, requested)
@@ -168,9 +168,9 @@ class Supervisor:
     def _requested(self) -> list[RequestedProc]:
         return [proc for proc in self.procs.values() if isinstance(proc, RequestedProc)]
 
-    def _miscarry(self, requested: RequestedProc, pid: int, returncode: int, reason: str | None = None) -> None:
+    def _miscarry(self, requested: RequestedProc, returncode: int, reason: str | None = None) -> None:
         del self.procs[requested.role]
-        self._unborn.append(self._ended(requested, pid, returncode, reason))
+        self._unborn.append(self._ended(requested, returncode, reason))
 
     def _reap_server(self) -> None:
         """If the fork server has ended, start what it owes, or tell of the end of those that have to end with it."""
@@ -178,7 +178,7 @@ class Supervisor:
         if server is None or not _has_exited(server.process.pid):
             return
         self._hear_server()
-        pid, returncode = server.process.pid, server.process.wait()
+        returncode = server.process.wait()
         server.close()
         self._server = None
         goes_on = (server.is_ready or returncode == EXIT_UNFIT) and not self.stopping
@@ -187,12 +187,12 @@ class Supervisor:
                 try:
                     self._start_alone(requested)
                 except OSError as err:  # the machine has no room for another process
-                    self._miscarry(requested, pid, 1, str(err))
+                    self._miscarry(requested, 1, str(err))
             else:
                 lines = last_lines(self._log_file("forkserver"), start=self._server_log_start)
                 with _open_log(requested.log_file) as log:  # as it would have said it itself
                     log.write("".join(f"{line}\n" for line in lines).encode())
-                self._miscarry(requested, pid, returncode)
+                self._miscarry(requested, returncode)
 
     def _log_file(self, role: str) -> Path:
         return Path(self._folder.config["log_dir"]) / f"{role}.log"
@@ -318,7 +318,7 @@ class Supervisor:
                 self._leaving.append(proc.process)
             self._exiting_since.pop(proc.pid, None)
             del self.procs[role]
-            ended.append(self._ended(proc, proc.pid, returncode))
+            ended.append(self._ended(proc, returncode))
             # Nobody reads them any more: its page was read just now, its inbox lost its reader.
             self._status_path(proc).unlink(missing_ok=True)
             socket_path(self._folder.path, role, proc.incarnation).unlink(missing_ok=True)
@@ -334,7 +334,7 @@ class Supervisor:
         now = self._clock()
         return code if now - self._exiting_since.setdefault(pid, now) >= _SLOW_EXIT_S else None
 
-    def _ended(self, proc: Proc, pid: int, returncode: int, reason: str | None = None) -> Ended:
+    def _ended(self, proc: Proc, returncode: int, reason: str | None = None) -> Ended:
         killed_for = self._killed_for.pop(proc.role, None)
         if killed_for is not None and returncode == -signal.SIGKILL:  # it may have ended by itself just before
             reason = killed_for
@@ -343,7 +343,7 @@ class Supervisor:
         return Ended(
             role=proc.role,
             incarnation=proc.incarnation,
-            pid=pid,
+            pid=None if isinstance(proc, RequestedProc) else proc.pid,
             device=proc.device_name,
             returncode=returncode,
             reason=reason,

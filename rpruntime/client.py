@@ -363,7 +363,7 @@ class Client:
             return
         if isinstance(msg, RoleDiedMsg) and msg.role == OPTIMIZER:  # its update may be half done
             self._broken = self._broken or WorkerDied(
-                f"{msg.role} (pid {msg.pid}) died: {msg.reason}; log {self._log_of(msg.role)}; {self._resume_from()}"
+                f"{msg.who} died: {msg.reason}; log {self._log_of(msg.role)}; {self._resume_from()}"
             )
             self._changed.notify_all()
         elif self._machine.understands(msg):

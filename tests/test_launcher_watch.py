@@ -127,6 +127,18 @@ def test_what_is_told_of_a_death() -> None:
     ]
 
 
+def test_one_that_was_never_started_has_no_pid() -> None:
+    death = ended(pid=None, was_ready=False, returncode=1, reason="no process can be forked")
+    deaths = Deaths(2)
+    assert deaths.line(death, Lost(), others=True) == "worker-0 on cpu:0 did not start: no process can be forked"
+    deaths.note(death, Lost())
+    assert deaths.rows()["worker-0"]["pid"] is None
+    assert deaths.casualties() == ["worker-0 on cpu:0 ended early: no process can be forked; log x.log"]
+    msg = died_msg(death, Lost())
+    assert (msg.pid, msg.who) == (0, "worker-0")
+    assert died_msg(ended(), Restart(1)).who == "worker-0 (pid 77)"
+
+
 def test_a_place_is_said_once() -> None:
     reason = "made no progress for 300 s (it was in backward of layer 3, micro-batch 2 (slot 12)), so it was killed"
     assert Deaths(2).line(ended(reason=reason, status=MOVING), Restart(1), others=True).count("backward") == 1

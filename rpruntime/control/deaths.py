@@ -76,7 +76,7 @@ class Deaths:
         self._cancels.forget_worker(msg.role)
         self._blame(msg)
         if not self._roster.expected:
-            self._out.add(EndRun(f"no worker is left: {msg.role} (pid {msg.pid}) died: {msg.reason}"))
+            self._out.add(EndRun(f"no worker is left: {msg.who} died: {msg.reason}"))
             return
         self._announce_again(msg.role)
         self._redo(msg.role, note=had_work or self._roster.is_retired(msg.role))
@@ -92,7 +92,7 @@ class Deaths:
             if not self._slots.is_running(number) or self._cancels.covers(self._slots[number].task):
                 continue
             slot = self._slots[number]
-            slot.causes.append(f"{msg.role} (pid {msg.pid}): {msg.reason}")
+            slot.causes.append(f"{msg.who}: {msg.reason}")
             if len(slot.causes) >= self._max_task_failures:
                 here = msg if number == msg.slots[-1] else replace(msg, phase="", layer=-1, microbatch=-1)
                 self._cancels.on_failed(SlotFailedMsg(number, slot.task.call, msg.role, _error(slot, here)))

@@ -106,8 +106,9 @@ class RoleReadyMsg:
 class RoleDiedMsg:
     """Launcher to controller: the kernel reported the end of a role's process; `reason` says why, in words.
 
-    `restarts`: a process of the next incarnation is being started. `was_ready`: it had taken work. `slots` were
-    running, as its status page has it; `phase`, `layer`, `microbatch` are where the user's code was (-1: nowhere).
+    `pid` is 0 if there was no process yet. `restarts`: a process of the next incarnation is being started.
+    `was_ready`: it had taken work. `slots` were running, as its status page has it; `phase`, `layer`, `microbatch` are
+    where the user's code was (-1: nowhere).
     """
 
     role: str
@@ -120,6 +121,11 @@ class RoleDiedMsg:
     layer: int = -1
     microbatch: int = -1
     was_ready: bool = True
+
+    @property
+    def who(self) -> str:
+        """For texts."""
+        return f"{self.role} (pid {self.pid})" if self.pid else self.role
 
 
 @message
