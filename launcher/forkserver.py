@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from rpruntime.forkserver import SOCKET_VARIABLE
+from launcher.procstat import children_named
+from rpruntime.forkserver import PROCESS_NAME, SOCKET_VARIABLE
 from rpruntime.process import PR_SET_CHILD_SUBREAPER, prctl
 
 
@@ -65,9 +67,9 @@ class ForkServer:
         # Only now: what the script leaves behind is not ours to collect.
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         data = json.dumps({"role": role, "environ": dict(environ)}).encode()
+        self._unanswered.add(role)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self._sock, [data], [log_fd])
-            self._unanswered.add(role)
 
     def answers(self) -> list[Forked | NotForked]:
         """What it has said since the last call. Look at `is_ready` after it."""
@@ -90,10 +92,29 @@ class ForkServer:
             prctl(PR_SET_CHILD_SUBREAPER, 0)
         return found
 
-    def close(self) -> None:
-        """Its process has ended."""
+    def close(self) -> bool:
+        """Its process has ended. True: it may have been forking just then, so `collect_orphans` is to be called."""
         self._sock.close()
+        return bool(self._unanswered)
+
+
+def collect_orphans(known: Collection[int]) -> bool:
+    """End and collect what a dead server was forking: it has become a child of ours that nobody has told us of.
+
+    Args:
+        known: pids of children that somebody else collects.
+
+    Returns:
+        Whether to call it again later. A process that ends leaves us its child before it can be collected, so nothing
+        comes any more when nothing is found.
+    """
+    found = [pid for pid in children_named(PROCESS_NAME) if pid not in known]
+    for pid in found:
+        os.kill(pid, signal.SIGKILL)  # it is not collected, so its number is still its own
+        os.waitpid(pid, os.WNOHANG)
+    if not found:
         prctl(PR_SET_CHILD_SUBREAPER, 0)
+    return bool(found)
 
 
 class ForkedProcess:

@@ -31,7 +31,7 @@ import rpruntime
 from launcher.children import Ended, Proc, Process, ReadyProc, RequestedProc, UnreadyProc
 from launcher.devices import Device
 from launcher.ends import OomCounter, describe_end, last_lines
-from launcher.forkserver import Forked, ForkedProcess, ForkServer
+from launcher.forkserver import Forked, ForkedProcess, ForkServer, collect_orphans
 from launcher.hangs import Process as Incarnation
 from launcher.hangs import Sighting
 from launcher.procstat import exiting_code, is_stopped
@@ -73,6 +73,8 @@ class Supervisor:
         self._leaving: list[Process] = []
         self._server: ForkServer | None = None
         self._server_log_start = 0
+        self._may_have_orphans = False
+        """The fork server has died with requests in its hands."""
         self._wants_server = not self._environ.get(CHILD_COMMAND_VARIABLE)
         # Children that have ended before there was a process, to be reaped.
         self._unborn: list[Ended] = []
@@ -179,7 +181,7 @@ class Supervisor:
             return
         self._hear_server()
         returncode = server.process.wait()
-        server.close()
+        self._may_have_orphans = server.close()
         self._server = None
         goes_on = (server.is_ready or returncode == EXIT_UNFIT) and not self.stopping
         for requested in self._requested():
@@ -301,6 +303,9 @@ class Supervisor:
         """Children that have ended since the last call."""
         self._hear_server()
         self._reap_server()
+        if self._may_have_orphans:
+            processes = [proc.process for proc in self.procs.values() if not isinstance(proc, RequestedProc)]
+            self._may_have_orphans = collect_orphans({process.pid for process in [*processes, *self._leaving]})
         self._leaving = [process for process in self._leaving if process.poll() is None]
         ended, self._unborn = self._unborn, []
         for role, proc in list(self.procs.items()):
@@ -363,7 +368,7 @@ class Supervisor:
     @property
     def all_gone(self) -> bool:
         """Whether no child is there any more, nor one that is still exiting."""
-        return not self.procs and not self._leaving and self._server is None
+        return not (self.procs or self._leaving or self._server is not None or self._may_have_orphans)
 
     def give_up(self) -> list[str]:
         """Forget the children that SIGKILL has not ended: they hang in the kernel. Returns their names."""
@@ -375,6 +380,7 @@ class Supervisor:
             self._server = None
         self.procs.clear()
         self._leaving.clear()
+        self._may_have_orphans = False
         return names
 
     def close(self) -> None:

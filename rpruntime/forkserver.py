@@ -4,7 +4,8 @@
              <----- {"ready": true} | {"role": "worker-0", "pid": 123} | {"role": "worker-0", "error": "why"}
 
 Each is a datagram of JSON on a SOCK_SEQPACKET pair. A role's process is a child of the launcher, as if that had
-started it: who forks it ends, and the launcher, a "child subreaper" meanwhile, becomes its parent.
+started it: who forks it ends, and the launcher, a "child subreaper" meanwhile, becomes its parent. If the server dies
+meanwhile, what it was forking has that name still and no go, and the launcher ends and collects it.
 
     fork server --fork--> intermediate --fork--> the role's process says its pid, and waits
         |                     ends
@@ -36,6 +37,8 @@ from typing import Any
 from rpruntime.process import EXIT_UNFIT, PR_SET_NAME, PR_SET_PDEATHSIG, prctl
 
 SOCKET_VARIABLE = "RPRUNTIME_FORK_FD"
+PROCESS_NAME = "rp:forkserver"
+"""Of the server, and of what it forks until that has its own."""
 _MAX_BYTES = 1 << 16
 _GPU_FILES = ("/dev/nvidia", "/dev/kfd")
 """Prefixes of what a driver opens when it is initialised, not yet when an import of torch for CUDA loads it."""
@@ -47,7 +50,7 @@ def main() -> None:
     death_fd = int(os.environ["RPRUNTIME_DEATH_FD"])
     os.set_inheritable(death_fd, False)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    prctl(PR_SET_NAME, b"rp:forkserver")
+    prctl(PR_SET_NAME, PROCESS_NAME.encode())
     sock = socket.socket(fileno=int(os.environ.pop(SOCKET_VARIABLE)))
     sock.set_inheritable(False)
     poller = select.poll()

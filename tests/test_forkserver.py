@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -18,10 +19,11 @@ import torch
 from launcher.children import Ended, Proc, RequestedProc, UnreadyProc
 from launcher.devices import Device
 from launcher.forkserver import Forked
+from launcher.procstat import children_named
 from launcher.session import create_session
 from launcher.supervisor import Supervisor
 from rpruntime import forkserver
-from rpruntime.forkserver import SOCKET_VARIABLE, why_unfit
+from rpruntime.forkserver import PROCESS_NAME, SOCKET_VARIABLE, why_unfit
 from rpruntime.process import EXIT_UNFIT
 from tests.launching import ROOT, WAIT_READY, Run, rplaunch
 from tests.leaks import no_leaks, wait_until
@@ -114,6 +116,54 @@ def test_without_a_server_that_is_of_use_processes_are_started(
     wait_until(lambda: not supervisor.reap() and isinstance(supervisor.procs["worker-0"], UnreadyProc), 10.0)
     assert supervisor.take_started() and not supervisor.take_started()
     assert isinstance(started(supervisor, "worker-1"), UnreadyProc), "nor is there another server"
+
+
+DIES_IN_A_FORK = f"""
+import os, signal, socket, time
+from rpruntime import forkserver
+from rpruntime.process import PR_SET_NAME, prctl
+prctl(PR_SET_NAME, forkserver.PROCESS_NAME.encode())
+server, real_exit = os.getpid(), os._exit
+
+def dies(*_):
+    os.kill(server, signal.SIGKILL)
+
+def exits_after_the_server(code):
+    while os.getppid() == server:
+        time.sleep(0.01)
+    real_exit(code)
+
+MOMENT
+s = socket.socket(fileno=int(os.environ[{SOCKET_VARIABLE!r}]))
+s.send(b'{{"ready": true}}')
+socket.recv_fds(s, 9999, 1)
+forkserver._fork(s, "worker-0")
+"""
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "os.waitpid = dies",  # the process between may not have ended yet, or not be collected
+        "os.waitpid, os._exit = dies, exits_after_the_server",  # it has not ended
+        "forkserver._send = dies",  # it is collected, and we are not told of the new one
+    ],
+)
+def test_what_a_dying_server_was_forking_is_collected(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    monkeypatch.setenv("SERVER", DIES_IN_A_FORK.replace("MOMENT", moment))
+    assert isinstance(started(supervisor), RequestedProc)
+    wait_until(lambda: not supervisor.reap() and isinstance(supervisor.procs["worker-0"], UnreadyProc), 10.0)
+    wait_until(lambda: not supervisor.reap() and not children_named(PROCESS_NAME), 5.0)
+    assert not supervisor.reap() and not _is_subreaper(), "nobody else's children become ours"
+    assert isinstance(supervisor.procs["worker-0"], UnreadyProc), "the one that was started instead"
+
+
+def _is_subreaper() -> bool:
+    value = ctypes.c_int()
+    assert ctypes.CDLL(None).prctl(37, ctypes.byref(value), 0, 0, 0) == 0  # PR_GET_CHILD_SUBREAPER
+    return bool(value.value)
 
 
 def test_a_fork_that_fails_is_the_end_of_that_process(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
