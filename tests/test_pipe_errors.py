@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -445,6 +446,42 @@ class Undisturbed:
         for name, wanted in self.loop.stepped_buffers.items():
             assert torch.equal(dict(self.pipe.model.named_buffers())[name], wanted), name
         assert not (self.pipe._model.books.steps or self.pipe._model.books.losses or self.pipe._model.books.finished)
+
+
+class Unbuildable(nn.Linear):
+    """No worker can make its own copy of it."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        raise Own("out of luck", 17)
+
+
+class Unsteppable(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        raise Own("out of luck", 17)
+
+
+@pytest.mark.parametrize("where", ["layer", "building", "step"])
+def test_what_the_script_gets_inline_is_not_said_beside_it(where: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "rpruntime")
+    model = trapped()
+    if where == "building":
+        model.append(Unbuildable(1, 1))
+    kind = Unsteppable if where == "step" else torch.optim.SGD
+    optimizer = kind(model.parameters(), lr=0.1)
+
+    def train(session: PausedSession) -> None:
+        with rp.RoundPipe(model, optimizer, loss_fn=mse, num_microbatches=2, session=session) as pipe:
+            if where == "layer":
+                Trap.armed = ("forward", 0, lambda: Own("out of luck", 17))
+            float(pipe.forward_backward(torch.ones(4, 4), torch.ones(4, 1)))
+            pipe.step()
+            pipe.synchronize()
+
+    with inline() as session:
+        with pytest.raises(Own, match="out of luck"):
+            train(session)
+    said = [record for record in caplog.records if record.exc_info and isinstance(record.exc_info[1], Own)]
+    assert [record.levelname for record in said] == ["DEBUG"], said
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

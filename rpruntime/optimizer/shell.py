@@ -79,9 +79,11 @@ def _make_room(arena: Arena, nbytes: int) -> None:
 
 
 class OptimizerShell:
-    """The optimizer process's work, whatever carries its messages."""
+    """The optimizer process's work, whatever carries its messages. `inline`: this is the script's own process."""
 
-    def __init__(self, post: Post, arena: Arena, workers: tuple[str, ...]) -> None:
+    def __init__(self, post: Post, arena: Arena, workers: tuple[str, ...], *, inline: bool = False) -> None:
+        self._failure_level = logging.DEBUG if inline else logging.ERROR
+        """Inline there is no log but the script's, and the script gets the exception."""
         self._post = post
         self._arena = arena
         self._store = arena.store
@@ -141,7 +143,7 @@ class OptimizerShell:
         try:
             self._carry_out_now(instruction)
         except Exception as err:
-            log.exception("carrying out %s", type(instruction).__name__)
+            log.log(self._failure_level, "carrying out %s", type(instruction).__name__, exc_info=err)
             error, model = describe(err, phase="step", device=self._post.role), _model_of(instruction)
             self._post.send(CONTROLLER, RoleFailedMsg(self._post.role, model, error))
             if not isinstance(instruction, ev.ReadState):
@@ -187,7 +189,7 @@ class OptimizerShell:
             with self._arena.all_or_nothing():
                 model = _Model(msg, self._arena, self._scratch)
         except Exception as err:
-            log.exception("allocating model %s", msg.name)
+            log.log(self._failure_level, "allocating model %s", msg.name, exc_info=err)
             self._post.send(CONTROLLER, RoleFailedMsg(self._post.role, msg.model, describe(err, phase="load")))
             return
         self._models[msg.model] = model

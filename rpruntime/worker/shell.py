@@ -65,6 +65,8 @@ class WorkerShell:
         self._notebook = notebook or Notebook(None)
         self._inline = status is None
         """Whether this is the script's own process, whose user sees for himself what hangs and who is interrupted."""
+        self._failure_level = logging.DEBUG if self._inline else logging.ERROR
+        """Inline there is no log but the script's, and the script gets the exception."""
         self._status = NullStatus() if status is None else status
         self._post = post
         self._arena = arena
@@ -205,7 +207,7 @@ class WorkerShell:
         except Exception as err:
             if self._replaces:
                 raise  # others go on without this process
-            log.exception("building model %s", msg.name)
+            log.log(self._failure_level, "building model %s", msg.name, exc_info=err)
             self._post.send(CONTROLLER, RoleFailedMsg(self._post.role, msg.model, describe(err, phase="load")))
             return
         self._events.append(ev.ModelBuiltEvent(msg.model))
@@ -329,7 +331,8 @@ class WorkerShell:
             err = stage.explain(err, self._device_name)
         place = stage.place
         layer = self._models[stage.task.model].msg.layers[place.layer] if place.layer >= 0 else None
-        (log.warning if short else log.error)("slot %s failed in %s", stage.task.slot, place, exc_info=err)
+        level = logging.WARNING if short else self._failure_level  # what is short is tried again, and not raised yet
+        log.log(level, "slot %s failed in %s", stage.task.slot, place, exc_info=err)
         error = describe(
             err,
             phase=place.phase,
