@@ -130,22 +130,34 @@ def format_error(err: BaseException, frames: TracebackType | None, *, debug: boo
     context: ErrorContext = err.rp_context  # type: ignore[attr-defined]
     lines = []
     for frame in traceback.extract_tb(frames):
-        if debug or not os.path.abspath(frame.filename).startswith(_OURS):
+        if debug or not _is_ours(frame.filename):
             lines.append(_frame(frame.filename, frame.lineno or 0, frame.name, frame.line or ""))
-    for filename, number, function, source in context.worker_frames:
-        if debug or not _TORCH_PLUMBING.search(filename):
-            filename, source = _at_home(filename, number, function, source)
-            on = f"   [{context.device}]" if context.device else ""
-            lines.append(_frame(filename, number, function, source) + on)
+    lines += _worker_lines(context, debug)
     if debug:
         lines.append(context.worker_traceback.rstrip())
     text = "".join(traceback.format_exception_only(type(err), err)).rstrip()
     # Python 3.10 knows no notes.
     missing = [note for note in getattr(err, "__notes__", ()) if str(note) not in text]
-    lines += [text, *map(str, missing)]
+    return "\n".join([*lines, text, *map(str, missing), _last_line(context)])
+
+
+def _is_ours(filename: str) -> bool:
+    return os.path.abspath(filename).startswith(_OURS)
+
+
+def _worker_lines(context: ErrorContext, debug: bool) -> list[str]:
+    lines = []
+    for filename, number, function, source in context.worker_frames:
+        if debug or not _TORCH_PLUMBING.search(filename):
+            filename, source = _at_home(filename, number, function, source)
+            on = f"   [{context.device}]" if context.device else ""
+            lines.append(_frame(filename, number, function, source) + on)
+    return lines
+
+
+def _last_line(context: ErrorContext) -> str:
     hint = f" | log {context.log_file}" if context.log_file else ""
-    lines.append(f"  {context.line()} | {context.outcome()}{hint}")
-    return "\n".join(lines)
+    return f"  {context.line()} | {context.outcome()}{hint}"
 
 
 def _at_home(filename: str, number: int, function: str, source: str) -> tuple[str, str]:
@@ -183,16 +195,56 @@ def _frame(filename: str, number: int, function: str, source: str) -> str:
 
 
 def install_excepthook() -> None:
-    """Show exceptions with an `rp_context` in the short form; everything else goes where it went before."""
+    """Show exceptions with an `rp_context` in the short form; everything else goes where it went before, such
+    exceptions that it was raised from or beside with what the short form has.
+    """
     if getattr(sys.excepthook, "_rpruntime", False):
         return
     before = sys.excepthook
 
     def hook(kind: type[BaseException], err: BaseException, frames: TracebackType | None) -> None:
+        debug = os.environ.get("RPRUNTIME_DEBUG") == "1"
         if not hasattr(err, "rp_context"):
+            for earlier in _chain(err):
+                if hasattr(earlier, "rp_context"):
+                    _explain(earlier, debug)
             before(kind, err, frames)
             return
-        print(format_error(err, frames, debug=os.environ.get("RPRUNTIME_DEBUG") == "1"), file=sys.stderr)
+        print(format_error(err, frames, debug=debug), file=sys.stderr)
 
     hook._rpruntime = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+def _chain(err: BaseException) -> list[BaseException]:
+    """What a traceback shows above this exception."""
+    found: dict[int, BaseException] = {}
+    while True:
+        earlier = err.__cause__
+        if earlier is None and not err.__suppress_context__:
+            earlier = err.__context__
+        if earlier is None or id(earlier) in found:  # chains made by hand may go round
+            return list(found.values())
+        found[id(earlier)] = err = earlier
+
+
+def _explain(err: BaseException, debug: bool) -> None:
+    """Let a usual traceback of this exception show the worker's lines and the context, and none of ours."""
+    if not debug:
+        err.__traceback__ = _without_ours(err.__traceback__)
+    context: ErrorContext = err.rp_context  # type: ignore[attr-defined]
+    note = "\n".join([*_worker_lines(context, debug), _last_line(context)])
+    if note not in getattr(err, "__notes__", ()):  # a script may call the hook itself
+        err.add_note(note)  # type: ignore[attr-defined, unused-ignore]
+
+
+def _without_ours(trace: TracebackType | None) -> TracebackType | None:
+    links = []
+    while trace is not None:
+        if not _is_ours(trace.tb_frame.f_code.co_filename):
+            links.append(trace)
+        trace = trace.tb_next
+    found = None
+    for link in reversed(links):
+        found = TracebackType(found, link.tb_frame, link.tb_lasti, link.tb_lineno)
+    return found

@@ -7,10 +7,12 @@ import pickle
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rpruntime.failures import format_error, rebuild
+import rpruntime
+from rpruntime.failures import format_error, install_excepthook, rebuild
 from rpruntime.wire.messages import ErrorInfo
 
 DROPPED = "this iteration's gradients dropped, run usable"
@@ -125,3 +127,72 @@ def test_code_that_travelled_by_value(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_without_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
     assert shown(ValueError("bad"), ("<dynamic-code>", 3, "forward", ""))[0] == "  line 3   in forward"
+
+
+# --- the hook of uncaught exceptions
+
+
+def _raise_from_ours(err: BaseException) -> None:
+    """As a call of the package does that hands a worker's exception to the script."""
+    names: dict[str, Any] = {}
+    file = Path(rpruntime.__file__).parent / "pipe.py"
+    exec(compile("def wait(err):\n    raise err", str(file), "exec"), names)
+    names["wait"](err)
+
+
+def _uncaught(how: str) -> BaseException:
+    """What a script lets through that meets an exception of its layer."""
+    err = rebuild(info(ValueError("bad"), ((__file__, 1, "forward", "x @ x"),), device="cpu:1"), 4, 7)
+    try:
+        try:
+            _raise_from_ours(err)
+        except ValueError as caught:
+            if how == "from":
+                raise RuntimeError("in epoch 3") from caught
+            if how == "beside":
+                raise RuntimeError("in epoch 3")  # noqa: B904
+            if how == "instead":
+                raise RuntimeError("in epoch 3") from None
+            raise
+    except Exception as found:
+        return found
+    raise AssertionError
+
+
+def _shown_by_the_hook(err: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    install_excepthook()
+    sys.excepthook(type(err), err, err.__traceback__)
+    return capsys.readouterr().err
+
+
+def test_an_uncaught_one_is_shown_short(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    text = _shown_by_the_hook(_uncaught("as it is"), monkeypatch, capsys)
+    assert "pipe.py" not in text and "in _raise_from_ours" in text and "layer 0 (Linear), forward" in text
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 shows no notes")
+@pytest.mark.parametrize("how", ["from", "beside"])
+def test_one_that_another_was_raised_from_is_shown_with_its_place(
+    how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    err = _uncaught(how)
+    for _ in range(2):  # a script may show it itself, and let it through
+        text = _shown_by_the_hook(err, monkeypatch, capsys)
+        assert text.endswith("RuntimeError: in epoch 3\n") and "_raise_from_ours" in text
+        assert "pipe.py" not in text, "none of our lines"
+        assert text.count("in forward: x @ x   [cpu:1]\n  layer 0 (Linear), forward, micro-batch 1/4, step 7") == 1
+    monkeypatch.setenv("RPRUNTIME_DEBUG", "1")
+    assert "pipe.py" in _shown_by_the_hook(_uncaught(how), monkeypatch, capsys)
+
+
+def test_one_that_is_not_to_be_shown_is_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "ValueError" not in _shown_by_the_hook(_uncaught("instead"), monkeypatch, capsys)
+
+
+def test_a_chain_that_goes_round(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second, last = ValueError("a"), ValueError("b"), RuntimeError("last")
+    first.__cause__, second.__cause__, last.__cause__ = second, first, first
+    assert "RuntimeError: last" in _shown_by_the_hook(last, monkeypatch, capsys)
