@@ -6,7 +6,8 @@
     starting   a replacement that is not ready             (the launcher says anyway that it waits for it)
 
 Each of them, for --hang-timeout, is answered with SIGKILL: then it is a death like any other. An idle worker has no
-progress to make and is never stuck.
+progress to make and is never stuck. The optimizer's process cannot be replaced, and may well be long at one thing where
+the machine swaps: stuck it is only reported.
 
 Time is counted as seconds between two looks, at most `_MOST_S` for each. If the launcher was the one that did not run
 (Ctrl-Z, a frozen container, a machine that was asleep), that is nobody else's fault.
@@ -43,13 +44,14 @@ class Sighting:
     """What can be seen of a process from outside.
 
     `who`: its name for lines on the screen. `status`: None while it is not ready, or if it has no page. `starting`: it
-    is a replacement and not ready.
+    is a replacement and not ready. `replaceable`: another process can do its work; else its death ends the run.
     """
 
     who: str
     stopped: bool
     status: Status | None
     starting: bool = False
+    replaceable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ class HangWatch:
                 return Say(f"{seen.who} was killed and does not end: it hangs in the kernel, perhaps in the driver")
             return None
         for cause, held_s in watched.held_s.items():
-            if held_s >= self._killed_after(cause):
+            if held_s >= self._killed_after(cause, seen):
                 watched.killed_s = 0.0
                 return Kill(f"{_WORDS[cause]} for {held_s:.0f} s{_place(seen)}, so it was killed")
         if watched.said:
@@ -132,8 +134,8 @@ class HangWatch:
                 return Say(self._line(cause, held_s, seen))
         return None
 
-    def _killed_after(self, cause: str) -> float:
-        if not self._timeout_s:
+    def _killed_after(self, cause: str, seen: Sighting) -> float:
+        if not self._timeout_s or (cause == "stuck" and not seen.replaceable):
             return float("inf")
         return max(self._timeout_s, START_S) if cause == "starting" else self._timeout_s
 
@@ -145,7 +147,12 @@ class HangWatch:
 
     def _line(self, cause: str, held_s: float, seen: Sighting) -> str:
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - held_s))
-        end = f"; it will be killed after {self._timeout_s:g} s (--hang-timeout)" if self._timeout_s else ""
+        end = ""
+        if self._timeout_s and cause == "stuck" and not seen.replaceable:
+            end = "; the run waits for it"
+        elif self._timeout_s:
+            end = f"; it will be killed after {self._timeout_s:g} s (--hang-timeout)"
+            end += "" if seen.replaceable else ", and the run ends with it"
         return f"{seen.who} {_WORDS[cause]} for {held_s:.0f} s, since {since}{_place(seen)}{end}"
 
 

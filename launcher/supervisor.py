@@ -267,10 +267,12 @@ class Supervisor:
         for role, proc in self.procs.items():
             is_ready = isinstance(proc, ReadyProc)
             # A process that imports torch from a slow disk is silent for long; the launcher says what it waits for.
-            status = read(self._status_path(proc)) if is_ready and proc.device is not None else None
+            status = read(self._status_path(proc)) if is_ready else None
             starting = not is_ready and proc.incarnation > 1
             stopped = not isinstance(proc, RequestedProc) and is_stopped(proc.pid)
-            found[role, proc.incarnation] = Sighting(proc.who, stopped, status, starting)
+            found[role, proc.incarnation] = Sighting(
+                proc.who, stopped, status, starting, replaceable=proc.device is not None
+            )
         return found
 
     def pages(self) -> list[Status | None]:

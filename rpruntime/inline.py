@@ -68,8 +68,7 @@ class InlineSession:
         hub: dict[str, deque[Any]] = {}
         self.post = _Post(CONTROLLER, hub)
         optimizer = _Post("optimizer", hub)
-        arena = self._arena("optimizer.1")
-        self._optimizer = (optimizer, OptimizerShell(optimizer, arena, self.worker_roles, inline=True))
+        self._optimizer = (optimizer, OptimizerShell(optimizer, self._arena("optimizer.1"), self.worker_roles))
         self._workers = []
         window = int(config.get("window_bytes", WINDOW_BYTES))
         sizes = WindowSizes(min(PIECE_BYTES, max(1, window // 2)), window)

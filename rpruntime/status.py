@@ -1,6 +1,6 @@
 """A worker's status page: what it is doing, for its launcher to read, also when the worker is dead.
 
-The optimizer has one too, of which only `busy` and `progress` are used.
+The optimizer has one too, of which only `heartbeat`, `busy` and `progress` are used.
 
     FOLDER/ROLE.INCARNATION.status     4 KiB, 0600, mapped by the worker, read by the launcher
 

@@ -172,3 +172,36 @@ def test_deaths_at_any_moment_change_no_number(undisturbed, moments, mode):
     run = run_dying(*rules, **more)
     assert result_of(run) == undisturbed[mode]
     assert deaths_told(run) == 2, run.stderr
+
+
+STOPPED = """
+import json, os, signal, torch, rpruntime as rp
+from torch import nn
+
+model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+pipe = rp.RoundPipe(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=nn.functional.mse_loss)
+folder = pipe._model.client.session.folder
+x, y = torch.ones(4, 2), torch.ones(4, 1)
+pipe.forward_backward(x, y)
+pipe.step()
+pipe.save_checkpoint(os.environ["SCRIPT_CHECKPOINTS"]).result()
+os.kill(json.loads((folder / "session.json").read_text())["roles"]["optimizer"]["pid"], signal.SIGSTOP)
+pipe.forward_backward(x, y)
+pipe.step()
+try:
+    pipe.synchronize()
+except rp.WorkerDied as err:
+    print("WorkerDied", err)
+"""
+
+
+@pytest.mark.slow  # quick in test_restarts.py, with fake processes
+def test_a_stopped_optimizer_ends_the_run_with_the_name_of_the_last_checkpoint(tmp_path):
+    script = tmp_path / "stopped.py"
+    script.write_text(STOPPED)
+    flags = ("--devices", "cpu:1", "--hang-timeout", "3")
+    run = run_script(script, *flags, SCRIPT_CHECKPOINTS=str(tmp_path / "ckpt"))
+    assert run.returncode == 0, run.stderr
+    assert re.search(r"WorkerDied optimizer \(pid \d+\) died: was stopped \(SIGSTOP\?\) for [34] s", run.stdout)
+    assert f"last complete checkpoint of this run: {tmp_path / 'ckpt'}" in run.stdout
+    assert re.search(r"optimizer \(pid \d+\) was stopped .* and the run ends with it", run.stderr)

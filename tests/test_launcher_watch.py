@@ -190,7 +190,8 @@ def test_a_start_is_never_silent_for_two_seconds(monkeypatch: pytest.MonkeyPatch
 class Watched:
     """One process under watch; its heartbeat and progress move unless a test says otherwise."""
 
-    def __init__(self, timeout_s: float = 300.0) -> None:
+    def __init__(self, timeout_s: float = 300.0, *, replaceable: bool = True) -> None:
+        self.replaceable = replaceable
         self.clock = Clock()
         self.watch = HangWatch(timeout_s, self.clock)
         self.count = 0
@@ -205,7 +206,9 @@ class Watched:
         heartbeat = self.count if self.beats and not self.stopped else 0
         progress = self.count if self.moves and not self.stopped else 0
         status = Status(heartbeat, self.busy, progress, 0, 12, 3, 1, "backward")
-        sighting = Sighting("worker-1", self.stopped, None if self.starting else status, self.starting)
+        sighting = Sighting(
+            "worker-1", self.stopped, None if self.starting else status, self.starting, self.replaceable
+        )
         found = self.watch.look({("worker-1", 1): sighting})
         assert all(key == ("worker-1", 1) for key, _ in found)
         return [verdict for _, verdict in found]
@@ -254,6 +257,29 @@ def test_an_interpreter_stuck_in_c() -> None:
     said, killed = found.values()
     assert isinstance(said, Say) and "gave no sign of life (stuck in C code?) for 10 s" in said.text
     assert isinstance(killed, Kill) and killed.reason.startswith("gave no sign of life (stuck in C code?) for 300 s")
+
+
+@pytest.mark.parametrize("cause", ["stopped", "silent"])
+def test_one_without_a_replacement_is_killed_if_nothing_of_it_moves(cause: str) -> None:
+    seen = Watched(replaceable=False)
+    seen.stopped = cause == "stopped"
+    seen.beats = seen.moves = False
+    said, killed = seen.run(301).values()
+    assert isinstance(said, Say) and said.text.endswith(
+        "; it will be killed after 300 s (--hang-timeout), and the run ends with it"
+    )
+    assert isinstance(killed, Kill) and "for 300 s" in killed.reason
+
+
+def test_one_without_a_replacement_may_take_its_time() -> None:
+    seen = Watched(replaceable=False)
+    seen.moves = False
+    found = seen.run(10000)
+    assert list(found) == [151], "said once, as it may be a long step"
+    said = found[151]
+    assert isinstance(said, Say) and said.text.endswith("; the run waits for it")
+    seen.moves = True
+    assert seen.step() == [Say("worker-1 goes on")]
 
 
 def test_one_that_sigkill_does_not_end() -> None:

@@ -18,6 +18,7 @@ from rpruntime import ExecutionPlan
 from rpruntime.optimizer.events import KeepOnly
 from rpruntime.optimizer.pieces import Scratch
 from rpruntime.optimizer.units import Unit
+from rpruntime.status import NullStatus
 from rpruntime.store.arena import GROWTH_BYTES, Arena, Store
 from rpruntime.store.layout import packed
 from rpruntime.store.segments import PrivateSegments
@@ -370,6 +371,27 @@ def test_a_model_that_cannot_be_kept_for_another_program_takes_no_other_with_it(
     with pytest.raises(rp.RoundPipeError):  # its program has gone, as far as the optimizer knows
         pipes[0].close()
     pipes[1].close()
+
+
+def test_a_long_step_is_seen_to_move(session: PausedSession) -> None:
+    """Whatever a step takes, its launcher sees each unit of it."""
+
+    class Counted(NullStatus):
+        count = 0
+
+        def progress(self) -> None:
+            self.count += 1
+
+    status = session._optimizer[1]._status = Counted()
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with rp.RoundPipe(model, optimizer, loss_fn=identity, num_microbatches=1, plan="layers", session=session) as pipe:
+        pipe.forward_backward(torch.ones(2, 4), torch.zeros(2))
+        session.paused, before = True, status.count
+        pipe.step(max_grad_norm=1.0)
+        session.paused = False
+        pipe.synchronize()
+        assert status.count - before >= 1 + 5, "the norm, and each unit"
 
 
 WATCHED = """

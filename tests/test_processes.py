@@ -24,6 +24,7 @@ import rpruntime as rp
 from rpruntime.control.machine import ControllerMachine
 from rpruntime.optimizer.machine import OptimizerMachine
 from rpruntime.recording import replay
+from rpruntime.status import read, status_path
 from rpruntime.worker.machine import WorkerMachine
 from tests.launching import FAKE_CHILD
 from tests.leaks import no_leaks, wait_until
@@ -345,6 +346,17 @@ def session():
 def small(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def test_the_optimizer_shows_that_it_is_alive(session):
+    page, seen = status_path(session.folder, "optimizer", 1), set()
+
+    def beats() -> bool:
+        status = read(page)  # None: it is starting
+        seen.update(() if status is None else (status.heartbeat_ns,))
+        return len(seen) > 2
+
+    wait_until(beats, 20.0)
 
 
 def test_two_models_train_in_one_session(session):

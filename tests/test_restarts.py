@@ -176,6 +176,36 @@ def test_a_worker_that_hangs_is_said_killed_and_replaced(tmp_path: Path, hang: s
         assert f"died: {words}" in second
 
 
+@pytest.mark.parametrize(
+    "hang, words",
+    [
+        ("stop", "was stopped (SIGSTOP?) for "),
+        pytest.param("silent", "gave no sign of life (stuck in C code?) for ", marks=pytest.mark.slow),
+    ],
+)
+def test_an_optimizer_that_hangs_is_said_and_ends_the_run(tmp_path: Path, hang: str, words: str) -> None:
+    with no_leaks() as watch:
+        environ = {} if hang == "stop" else {"FAKE_HANG": f"optimizer={hang}"}
+        session = Session(tmp_path, rplaunch(tmp_path, watch, NEWS, flags=("--hang-timeout=2",), **environ))
+        if hang == "stop":
+            session.kill("optimizer", signal.SIGSTOP)
+        assert re.search(rf" optimizer 1 \d+ False .* \| {re.escape(words)}[23] s", session.wait_deaths(1)[0])
+        first, second, *_ = [line for line in session.end().splitlines() if line.startswith("rpruntime: ")]
+        assert words in first and first.endswith("killed after 2 s (--hang-timeout), and the run ends with it")
+        assert f"died: {words}" in second and "so the run ends" in second
+
+
+def test_an_optimizer_that_is_long_at_one_thing_is_said(tmp_path: Path) -> None:
+    with no_leaks() as watch:
+        run = rplaunch(tmp_path, watch, NEWS, flags=("--hang-timeout=2",), FAKE_HANG="optimizer=busy")
+        session = Session(tmp_path, run)
+        wait_until(lambda: "made no progress" in run.err, 10.0)
+        os.kill(run.wait_children()["worker-0"], signal.SIGSTOP)  # it is killed after as long
+        session.wait_deaths(1)
+        lines = [line for line in session.end().splitlines() if "optimizer" in line and line.startswith("rpruntime: ")]
+        assert len(lines) == 1 and lines[0].endswith("; the run waits for it")
+
+
 @pytest.mark.slow
 def test_who_is_continued_in_time_goes_on(tmp_path: Path) -> None:
     with no_leaks() as watch:

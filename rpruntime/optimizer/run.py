@@ -21,7 +21,7 @@ def run(child: Child, page: StatusPage) -> None:
     torch.set_num_threads(int(child.config["optimizer_threads"]))
     arena = Arena(f"{child.role}.{child.incarnation}", child.segments, Store(child.segments))
     workers = tuple(f"worker-{index}" for index in range(len(child.config["devices"])))
-    shell = OptimizerShell(child.mailbox, arena, workers)
+    shell = OptimizerShell(child.mailbox, arena, workers, status=page)
     child.ready({"threads": torch.get_num_threads()})
     # Seconds, which the first optimizer that is made would take: now the script is still importing too. Who wants this
     # process to end meanwhile sends SIGTERM, as it reads no messages.

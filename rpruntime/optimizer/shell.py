@@ -24,6 +24,7 @@ from rpruntime.optimizer.snapshots import PREVIOUS, WEIGHT, Copies, Incoming, Ro
 from rpruntime.optimizer.tracing import OptimizerTrace
 from rpruntime.optimizer.units import Unit, revive_optimizer, write_params
 from rpruntime.recording import record
+from rpruntime.status import NullStatus, StatusWriter
 from rpruntime.store.arena import Arena
 from rpruntime.store.handle import Extent
 from rpruntime.store.layout import optimizer_layout, spare_bytes
@@ -79,10 +80,13 @@ def _make_room(arena: Arena, nbytes: int) -> None:
 
 
 class OptimizerShell:
-    """The optimizer process's work, whatever carries its messages. `inline`: this is the script's own process."""
+    """The optimizer process's work, whatever carries its messages. `status` is None in the script's own process."""
 
-    def __init__(self, post: Post, arena: Arena, workers: tuple[str, ...], *, inline: bool = False) -> None:
-        self._failure_level = logging.DEBUG if inline else logging.ERROR
+    def __init__(
+        self, post: Post, arena: Arena, workers: tuple[str, ...], *, status: StatusWriter | None = None
+    ) -> None:
+        self._status = NullStatus() if status is None else status
+        self._failure_level = logging.DEBUG if status is None else logging.ERROR
         """Inline there is no log but the script's, and the script gets the exception."""
         self._post = post
         self._arena = arena
@@ -148,6 +152,7 @@ class OptimizerShell:
             self._post.send(CONTROLLER, RoleFailedMsg(self._post.role, model, error))
             if not isinstance(instruction, ev.ReadState):
                 self._give_up(model, f"{error.type_name}: {error.text}")
+        self._status.progress()
 
     def _give_up(self, model: int, reason: str) -> None:
         """Nothing that would use or change a model's weights and gradients is done any more."""
@@ -209,6 +214,7 @@ class OptimizerShell:
             _make_room(self._arena, sum(unit.state_bytes() for unit in units))
             for unit in units:
                 unit.place_state()
+                self._status.progress()
             # last, so that nothing of the above lies there
             _make_room(self._arena, spare_bytes(msg.units, msg.asynchronous))
         self._happened(ev.ModelFilledEvent(instruction.model, tuple(model.master)))
@@ -265,6 +271,7 @@ class OptimizerShell:
                 for unit, room in zip(several, rooms.split([unit.wide_bytes for unit in several]), strict=True):
                     gradients += unit.gradients(instruction.iteration, instruction.inverse, room)
                 norms += pool.measure(gradients)
+                self._status.progress()
         norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
         single, value = norm.dtype == torch.float32, norm.item()
         finite = math.isfinite(value) or all(g.isfinite().all() for g in self._gradients(instruction, 1.0))
@@ -310,6 +317,7 @@ class OptimizerShell:
                 rows += [(number, *row) for row in unit.state_rows()]
         for fields in parts_of(rows, self._allocate_told, self._arena):
             self._post.send(CONTROLLER, StateMsg(msg.model, msg.request, msg.what, **fields))
+            self._status.progress()
 
     def _allocate_told(self, nbytes: int) -> Extent:
         extent = self._arena.allocate(nbytes)

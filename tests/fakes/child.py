@@ -33,10 +33,16 @@ def chosen(name: str) -> str | None:
 
 
 def play_status() -> None:
-    """The page of a worker that is in a backward. FAKE_HANG=busy: it makes no progress; =silent: nor a heartbeat."""
+    """The page of a worker that is in a backward, or of an optimizer at work.
+
+    FAKE_HANG=busy: it makes no progress; =silent: nor a heartbeat.
+    """
     page = StatusPage.create(status_path(child.folder, child.role, child.incarnation))
-    page.finishing(11)
-    page.at(12, "backward", 3, 1)
+    if child.role == "optimizer":
+        page.set_busy(True)
+    else:
+        page.finishing(11)
+        page.at(12, "backward", 3, 1)
     hang = chosen("HANG")
     if hang != "silent":
         start_heartbeat(page)
@@ -66,7 +72,7 @@ def main() -> None:
     if chosen("SEGMENT"):
         _, mapping = child.segments.create(int(chosen("SEGMENT")))
         mapping[:4] = b"abcd"
-    if child.role != "optimizer":
+    if child.role != "optimizer" or chosen("HANG"):
         play_status()
     child.ready({"device": child.device, "visible": os.environ.get("CUDA_VISIBLE_DEVICES"), "pid": os.getpid()})
     if chosen("EAT"):
