@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rpruntime as rp
@@ -23,6 +24,7 @@ WIDTH = 8
 @pytest.fixture(autouse=True)
 def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tail, "MIN_FLOPS", 0)
+    monkeypatch.setenv("RPRUNTIME_POISON", "1")  # whoever reads what was left out reads no numbers
 
 
 class Products(TorchDispatchMode):
@@ -134,6 +136,64 @@ class Custom(Block):
         return x + Twin.apply(self.inner(x))
 
 
+class HiddenSaver(Block):
+    """Another way out of the layer, on which a Function saves the product's result."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.inner(x)
+        return x + y, Twin.apply(y)
+
+
+class Keeping(torch.autograd.Function):
+    """Keeps its input where autograd does not see it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.kept = y
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.kept, None
+
+
+class HiddenKeeper(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return Keeping.apply(x, y.detach()) + y
+
+
+class Hooked(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        y.register_hook(lambda grad: grad * (y > 0))
+        return x + y
+
+
+class OutputHooked(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        z = x + self.inner(x)
+        z.register_hook(lambda grad: grad * z)
+        return z
+
+
+class Sparse(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, -2)
+        return self.inner(flat) + torch.eye(flat.shape[0]).to_sparse() @ flat
+
+
+class Wrapped(Block):
+    """Its Linear's hook returns a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down.register_forward_hook(lambda module, args, output: (output, None))
+
+    def inner(self, x: Tensor) -> Tensor:
+        return super().inner(x)[0]
+
+
 class Autocast(Block):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -152,6 +212,7 @@ class Half(Block):
 
 LEFT_OUT = [Block, WithoutBias, Alone, TwoInARow, Twice, Half]
 NEEDED = [InATuple, Transposed, Normed, Dropped, InPlace, ChangesItsInput, Deciding, Custom, Autocast]
+NEEDED += [HiddenSaver, HiddenKeeper, Hooked, OutputHooked, Sparse, Wrapped]
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -163,7 +224,7 @@ def gradients(layer: nn.Module, run: Any, shape: tuple[int, ...]) -> list[Tensor
     layer.zero_grad()
     torch.manual_seed(1)
     x = torch.randn(shape).requires_grad_()
-    outputs = tensors_of(run(lambda: layer(x.clone())))
+    outputs = tensors_of(run(x.clone()))
     torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
     return [x.grad, *(p.grad.clone() for p in layer.parameters() if p.grad is not None)]  # type: ignore[list-item]
 
@@ -174,12 +235,12 @@ def test_gradients_are_those_of_the_whole_layer(kind: type[Block], shape: tuple[
     torch.manual_seed(0)
     layer = kind()
     left_out = Tail(layer)
-    expected = gradients(layer, lambda forward: forward(), shape)
+    expected = gradients(layer, layer, shape)
     for _ in range(3):
         found = gradients(layer, left_out.run, shape)
         assert len(found) == len(expected) and all(map(torch.equal, found, expected))
     for other in ((5, WIDTH), (2, 2, WIDTH)):  # what was learned holds for other sizes
-        found, expected = gradients(layer, left_out.run, other), gradients(layer, lambda forward: forward(), other)
+        found, expected = gradients(layer, left_out.run, other), gradients(layer, layer, other)
         assert all(map(torch.equal, found, expected))
 
 
@@ -189,21 +250,58 @@ def test_the_last_product_is_left_out_where_nobody_reads_it(kind: type[Block]) -
     left_out = Tail(layer)
     counts = []
     for _ in range(4):
-        left_out.run(lambda: layer(x.clone()))
+        left_out.run(x.clone())
         counts.append(left_out.num_left_out)
     each = (1 if kind is Alone else 2) if kind in LEFT_OUT else 0
     assert counts == [0, each, each, each]
 
 
+@pytest.mark.parametrize("kept", ["closure", "attribute"])
+def test_what_is_kept_in_some_later_run_only_is_computed_then(kept: str) -> None:
+    class Later(Block):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.inner(x)
+            self.calls += 1
+            if self.calls > 2 and kept == "closure":
+                x.register_hook(lambda grad: grad * y.detach())
+            elif self.calls > 2:
+                self.kept = y
+            return x + y
+
+    torch.manual_seed(0)
+    layer, reference = Later(), Later()
+    reference.load_state_dict(layer.state_dict())
+    left_out = Tail(layer)
+    counts = []
+    for _ in range(4):
+        found, expected = gradients(layer, left_out.run, (3, WIDTH)), gradients(reference, reference, (3, WIDTH))
+        assert all(map(torch.equal, found, expected))
+        counts.append(left_out.num_left_out)
+    assert counts == [0, 2, 0, 0]
+    assert kept == "closure" or torch.equal(layer.kept, reference.kept)
+
+
+def test_nothing_stays_alive() -> None:
+    layer, x = Block(), torch.randn(3, WIDTH)
+    left_out = Tail(layer)
+    for _ in range(3):
+        value = left_out.run(x)
+        alive = StorageWeakRef(value.untyped_storage())
+        del value
+        assert alive.expired()
+
+
 def test_no_other_mode_is_disturbed() -> None:
     layer, x = Block(), torch.randn(3, WIDTH, requires_grad=True)
     left_out = Tail(layer)
-    left_out.run(lambda: layer(x))
+    left_out.run(x)
     with Products() as products:
-        left_out.run(lambda: layer(x))
+        left_out.run(x)
     assert products.count == 2 and left_out.num_left_out == 0
     with pytest.raises(RuntimeError):
-        left_out.run(lambda: layer(x[:, 1:]))
+        left_out.run(x[:, 1:])
     assert not torch._C._len_torch_dispatch_stack() and not layer.down._forward_pre_hooks
 
 
@@ -215,11 +313,11 @@ def test_small_products_and_whole_recomputations_are_computed(monkeypatch: pytes
     whole = Tail(layer)
     monkeypatch.setattr(tail, "MIN_FLOPS", 0)
     for left_out in (whole, whole):
-        left_out.run(lambda: layer(x))
+        left_out.run(x)
         assert left_out.num_left_out == 0
     monkeypatch.setattr(tail, "MIN_FLOPS", 2 * 3 * WIDTH * 2 * WIDTH + 1)
     for _ in range(2):
-        small.run(lambda: layer(x))
+        small.run(x)
         assert small.num_left_out == 0
 
 

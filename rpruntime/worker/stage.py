@@ -294,10 +294,8 @@ class Stage:
             seed_generators(number, self._transfers.device)
             got = {(id(tensor), tensor._version) for tensor in tensors_within(value)} if watched else set()
             args, kwargs = value if position == 0 else ((value,), {})
-            if graph_only and position == layers.stop - 1:
-                value = layer.tail.run(partial(layer.module, *args, **kwargs))
-            else:
-                value = layer.module(*args, **kwargs)
+            run = layer.tail.run if graph_only and position == layers.stop - 1 else layer.module
+            value = run(*args, **kwargs)
             if watched:
                 self._watch_backward(value, position, got)
             since = self._mark(phase, position, position + 1, since)

@@ -6,23 +6,27 @@ graph outlives its forward, a recomputation can stop before that product (as tor
 made anew, so the product's node is needed, but not its kernel.
 
     first recomputation    looks at the graph: which Linear is called last whose output comes to the layer's own through
-                           additions and views alone?
+                           additions and views, and is used by nothing else?
     later ones             from that call on, products and additions are put off. Whatever else is launched has all of
-                           them done first; what is left when the layer returns is never computed.
+                           them done first. So have results that somebody still holds when the layer returns, a closure
+                           or a Function that saved one without launching anything. The rest is never computed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rpruntime.store.arena import poisons
 from rpruntime.worker.segment import tensors_within
 from rpruntime.worker.transfers import variant
 
@@ -30,7 +34,8 @@ RECOMPUTE_VARIABLE = "RPRUNTIME_RECOMPUTE"
 """For measurements: "needed" (the default), or "whole" (layers are recomputed to their ends)."""
 
 MIN_FLOPS = 5e10
-"""Of a product that is worth the hooks (about 0.1 ms of Python): on a GPU of 500 TFLOP/s as much time as they take."""
+"""Smallest product, in floating-point operations, that is left out. The hooks cost about 0.1 ms of Python a layer, as
+much as so many operations at 500 TFLOP/s."""
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default}
@@ -38,11 +43,12 @@ _VIEWS = {
     _aten.t.default, _aten.view.default, _aten._unsafe_view.default, _aten.transpose.int, _aten.permute.default,
     _aten.unsqueeze.default, _aten.squeeze.dim, _aten.alias.default, _aten.detach.default,
 }  # fmt: skip
+"""They launch nothing."""
 _PASSING = {
     "AddBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "TransposeBackward0",
     "PermuteBackward0", "UnsqueezeBackward0", "SqueezeBackward1", "AliasBackward0",
 }  # fmt: skip
-"""Nodes of the graph that save no tensor."""
+"""Nodes of the graph that save no tensor: of additions and views."""
 
 
 class Tail:
@@ -50,56 +56,54 @@ class Tail:
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer = layer
+        self._is_whole = variant(RECOMPUTE_VARIABLE, "needed", "whole") == "whole"
+        """Whether nothing can be left out."""
         self._found: tuple[nn.Linear, int] | None = None
-        """The Linear and how many times it has been called before."""
+        """The Linear and how many times it has been called before; None: nobody has looked yet."""
         self.num_left_out = 0
         """Products and additions of the last run that were not computed."""
-        self._looked = variant(RECOMPUTE_VARIABLE, "needed", "whole") == "whole"
 
-    def run(self, forward: Callable[[], Any]) -> Any:
-        """What `forward` returns, but for the values of its tensors: they are right, or memory that nobody has written.
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """What the layer returns, but for the values of its tensors: they are right, or memory that nobody has written.
         Their graph is right."""
-        if not self._looked:
-            self._looked = True
-            return self._look(forward)
         self.num_left_out = 0
+        if self._is_whole:
+            return self._layer(*args, **kwargs)
         if self._found is None:
-            return forward()
+            return self._look(args, kwargs)
         with self._putting_off(*self._found) as put_off:
-            value = forward()
+            value = self._layer(*args, **kwargs)
+        put_off.settle(tensors_within(value))
         self.num_left_out = put_off.num_waiting
-        if put_off.was_needed:  # something reads it that did not when the graph was looked at
-            self._found = None
+        self._is_whole = put_off.was_needed  # by something that did not read it when the graph was looked at
         return value
 
-    def _look(self, forward: Callable[[], Any]) -> Any:
-        calls: list[tuple[nn.Linear, int, Any]] = []
+    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        calls: list[tuple[nn.Linear, int, torch.Tensor]] = []
         counts: Counter[nn.Module] = Counter()
 
-        def called(module: nn.Linear, args: tuple[Any, ...], output: Any) -> None:
-            flops = 2 * output.numel() * module.in_features
-            if torch.is_grad_enabled() and flops >= MIN_FLOPS:
-                calls.append((module, counts[module], output.grad_fn))
+        def called(module: nn.Linear, _: Any, output: Any) -> None:
+            if isinstance(output, torch.Tensor) and 2 * output.numel() * module.in_features >= MIN_FLOPS:
+                calls.append((module, counts[module], output))
             counts[module] += 1
 
         linears = [module for module in self._layer.modules() if type(module) is nn.Linear]
         handles = [module.register_forward_hook(called) for module in linears]
         try:
-            value = forward()
+            value = self._layer(*args, **kwargs)
         finally:
             for handle in handles:
                 handle.remove()
-        passed = _nodes_behind(value)
-        last = next(((module, count) for module, count, node in reversed(calls) if node in passed), None)
-        if last is not None and calls[-1][:2] == last:
-            self._found = last
+        self._is_whole = True
+        if calls and not calls[-1][2]._backward_hooks and _only_passes(calls[-1][2].grad_fn, value):
+            self._found, self._is_whole = calls[-1][:2], False
         return value
 
     @contextlib.contextmanager
     def _putting_off(self, linear: nn.Linear, calls_before: int) -> Iterator[PutOff]:
         put_off, counts = PutOff(), Counter[nn.Module]()
 
-        def begin(module: nn.Module, args: Any) -> None:
+        def begin(module: nn.Module, _: Any) -> None:
             if counts[module] == calls_before and not torch._C._len_torch_dispatch_stack():
                 put_off.__enter__()
                 put_off.is_on = True
@@ -114,18 +118,57 @@ class Tail:
                 put_off.__exit__(None, None, None)
 
 
-def _nodes_behind(value: Any) -> set[Any]:
-    """The nodes of the graph from which a layer's outputs come through additions and views alone."""
+def _only_passes(product: Any, value: Any) -> bool:
+    """Whether the result of a node of the graph comes to a layer's outputs, and every node that uses it, or what is
+    made of it, only passes it on."""
+    outputs = [tensor.grad_fn for tensor in tensors_within(value)]
+    if product is None or product not in _reached(outputs, through=_PASSING):
+        return False
+    tail = {node for node in _reached(outputs) if product in _reached([node], through=_PASSING)}
+    return all(
+        node.name() in _PASSING
+        for node in _reached(outputs)
+        if node is not product and any(following in tail for following, _ in node.next_functions)
+    )
+
+
+def _reached(start: list[Any], through: set[str] | None = None) -> set[Any]:
+    """Nodes of the graph behind these, and they; `through`: names of nodes behind which others are looked for."""
     found: set[Any] = set()
-    waiting = [tensor.grad_fn for tensor in tensors_within(value)]
+    waiting = list(start)
     while waiting:
         node = waiting.pop()
         if node is None or node in found:
             continue
         found.add(node)
-        if node.name() in _PASSING:
+        if through is None or node.name() in through:
             waiting += [following for following, _ in node.next_functions]
     return found
+
+
+@dataclass(frozen=True)
+class _Later:
+    """An operand that is put off itself: a view of the result of another operation."""
+
+    index: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """One that is put off, and where its result is to lie as long as somebody has it."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    memory: StorageWeakRef
+
+    def write(self, result: torch.Tensor) -> None:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.memory.cdata)
+        if storage is not None:  # through a tensor of its own: for who has it, nothing has changed
+            result.new_empty(0).set_(storage, 0, result.shape, result.stride()).copy_(result)
 
 
 class PutOff(TorchDispatchMode):
@@ -140,9 +183,10 @@ class PutOff(TorchDispatchMode):
         self.is_on = False
         self.was_needed = False
         """Whether a product was computed after all."""
-        self._waiting: list[tuple[Any, tuple[Any, ...], dict[str, Any], torch.Tensor]] = []
-        self._memory: set[int] = set()
-        """Storages of their results."""
+        self._poisons = poisons()
+        self._waiting: list[_Operation] = []
+        self._index: dict[int, int] = {}
+        """By storage of a result, its operation. The weak reference keeps the number from being used again."""
 
     @property
     def num_waiting(self) -> int:
@@ -153,37 +197,71 @@ class PutOff(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in _VIEWS:
             return func(*args, **kwargs)
+        operands = tuple(map(self._later, args))
+        is_put_off = any(isinstance(operand, _Later) for operand in operands)
         result = None
-        if func in _PRODUCTS:
-            if any(map(self._is_put_off, args)):
+        if func in _PRODUCTS and all(map(_is_plain, args)):
+            if is_put_off:
                 self._compute()
-            left, right = args[-2:]
-            result = left.new_empty(left.shape[0], right.shape[1])
-        elif func is _aten.add.Tensor and any(map(self._is_put_off, args)) and _are_alike(*args):
+                operands = args
+            result = args[-2].new_empty(args[-2].shape[0], args[-1].shape[1])
+        elif func is _aten.add.Tensor and is_put_off and _are_alike(*args):
             result = torch.empty_like(args[0])
         if result is None:
             self._compute()
             return func(*args, **kwargs)
-        self._waiting.append((func, args, kwargs, result))
-        self._memory.add(result.untyped_storage()._cdata)
+        operation = _Operation(func, operands, kwargs, StorageWeakRef(result.untyped_storage()))
+        if self._poisons:
+            result.fill_(math.nan)
+        self._index[operation.memory.cdata] = len(self._waiting)
+        self._waiting.append(operation)
         return result
 
-    def _is_put_off(self, value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in self._memory
+    def settle(self, outputs: Iterator[torch.Tensor]) -> None:
+        """The layer has returned these: what somebody has kept beside them, or has a hook on, is computed."""
+        returned: set[int] = set()
+        hooked = False
+        for tensor in outputs:
+            hooked |= bool(tensor._backward_hooks)
+            if _is_plain(tensor):
+                returned.add(tensor.untyped_storage()._cdata)
+        held = (o for o in self._waiting if o.memory.cdata not in returned and not o.memory.expired())
+        if hooked or any(held):
+            self._compute()
+
+    def _later(self, value: Any) -> Any:
+        """An operand, or what stands for it if it is put off."""
+        if self._index and _is_plain(value):
+            index = self._index.get(value.untyped_storage()._cdata)
+            if index is not None:
+                return _Later(index, value.shape, value.stride(), value.storage_offset())
+        return value
 
     def _compute(self) -> None:
         waiting, self._waiting = self._waiting, []
-        self._memory.clear()
         self.was_needed |= bool(waiting)
-        for func, args, kwargs, result in waiting:
-            with _unsafe_preserve_version_counter(result):  # for who reads it, it was never anything else
-                result.copy_(func(*args, **kwargs))
+        results: list[torch.Tensor] = []
+        for operation in waiting:
+            args = (
+                results[arg.index].as_strided(arg.size, arg.stride, arg.offset) if isinstance(arg, _Later) else arg
+                for arg in operation.args
+            )
+            results.append(operation.func(*args, **operation.kwargs))
+            operation.write(results[-1])
+        self._index.clear()
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and type(value) in _PLAIN and value.layout is torch.strided
+
+
+_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def _are_alike(left: torch.Tensor, right: Any) -> bool:
     """Whether the sum of two tensors has the form of each."""
     return (
-        isinstance(right, torch.Tensor)
+        _is_plain(right)
         and (left.shape, left.dtype, left.device) == (right.shape, right.dtype, right.device)
         and left.is_contiguous()
         and right.is_contiguous()
