@@ -366,30 +366,23 @@ class Client:
                 f"{msg.who} died: {msg.reason}; log {self._log_of(msg.role)}; {self._resume_from()}"
             )
             self._changed.notify_all()
-        elif self._machine.understands(msg):
+            return
+        if isinstance(msg, _FOR_LISTENERS):
+            for model, listener in list(self._listeners.items()):
+                if msg.model in (model, -1):
+                    listener(msg)
+        if self._machine.understands(msg):
             self._apply(self._machine.handle(msg))
         elif isinstance(msg, ForgetMsg):
             self.store.forget_all(msg.segments)
         elif isinstance(msg, ShutdownMsg):
             self._broken = self._broken or SessionLost(f"session {self.session.name} was ended: {msg.reason}")
-        elif isinstance(msg, _FOR_LISTENERS):
-            for model, listener in list(self._listeners.items()):
-                if msg.model in (model, -1):
-                    listener(msg)
-            if isinstance(msg, RoleFailedMsg) and msg.role == OPTIMIZER:
-                self._give_up(msg)
         elif isinstance(msg, ModelsMsg):
             self.models.on_answer(msg)
         elif isinstance(msg, ProtocolErrorMsg):
             log.error("%s did not understand a message: %s", msg.role, msg.error)
-        else:
+        elif not isinstance(msg, _FOR_LISTENERS):
             log.warning("unexpected %s", type(msg).__name__)
-
-    def _give_up(self, msg: RoleFailedMsg) -> None:
-        if msg.model == -1:
-            self.models.on_failure(msg)
-        elif self._machine.has_model(msg.model):  # else it was being loaded
-            self._apply(self._machine.handle(ev.GiveUpEvent(msg.model)))
 
     def _resume_from(self) -> str:
         if not self.checkpoints:

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 from rpruntime import records
 from rpruntime.control import events as ev
 from rpruntime.control.roster import OPTIMIZER
-from rpruntime.failures import raise_role_failure
+from rpruntime.failures import rebuild
 from rpruntime.interrupts import uninterrupted
 from rpruntime.store.relocate import extents_in
 from rpruntime.wire.codec import unpack_struct
-from rpruntime.wire.messages import RoleFailedMsg
 from rpruntime.wire.succession import ModelsMsg, ModelState, ReadModelsMsg
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ class Models(Mapping[str, "Model"]):
         self._newest = 0
         """The highest number of a model so far."""
         self._answer: ModelsMsg | None = None
-        self._failure: RoleFailedMsg | None = None
         self._has_asked = self._has_looked = False
         """Whether the optimizer was asked for the session's models, and whether they are in `_left`."""
 
@@ -84,12 +82,11 @@ class Models(Mapping[str, "Model"]):
             if not self._has_asked:
                 client.send(OPTIMIZER, ReadModelsMsg("controller", True))
             self._has_asked = True
-        client.wait(lambda: self._answer is not None or self._failure is not None, "the session's models")
-        if self._answer is None:
-            failure, self._failure, self._has_asked = self._failure, None, False
-            assert failure is not None
-            raise_role_failure(failure)
+        client.wait(lambda: self._answer is not None, "the session's models")
         assert self._answer is not None
+        if self._answer.error is not None:
+            error, self._answer, self._has_asked = self._answer.error, None, False
+            raise rebuild(error, 0, 0)
         with uninterrupted():
             for row in self._answer.models:
                 self._newest = max(self._newest, row.model)
@@ -97,10 +94,6 @@ class Models(Mapping[str, "Model"]):
                     self._left[row.name] = unpack_struct(bytes(client.store.tensor(row.state).numpy()))
                     client.free({row.state.extent})
             self._has_looked = True
-
-    def on_failure(self, msg: RoleFailedMsg) -> None:
-        """The optimizer could not do what is about no single model, as telling of all (under the client's lock)."""
-        self._failure = msg
 
     def on_answer(self, msg: ModelsMsg) -> None:
         """The optimizer has told (under the client's lock)."""

@@ -517,9 +517,6 @@ class Controller:
                     self.saves[event.model, event.save].begun = True
             elif isinstance(event, sc.KeptMsg):
                 self.kept.add(event.model)
-            elif isinstance(event, msgs.RoleFailedMsg):
-                if self.machine.has_model(event.model):
-                    self.handle(ev.GiveUpEvent(event.model))
             elif isinstance(event, msgs.RestoredMsg):
                 self.restored.add((event.model, event.unit))
             elif self.machine.understands(event):

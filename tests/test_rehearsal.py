@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import stat
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 import rpruntime as rp
 from rpruntime import ExecutionPlan
 from rpruntime.store.arena import Store
+from rpruntime.store.handle import Extent, TensorHandle
+from rpruntime.wire.codec import pack_struct, unpack_struct
 from rpruntime.worker.rehearsal import Notebook, rehearse, rehearses
 from rpruntime.worker.stage import Stage
 from rpruntime.worker.transfers import CpuTransfers
@@ -102,8 +105,8 @@ def train(pipe: rp.RoundPipe, steps: int = 2) -> list[float]:
 def rehearsed(notes: Path, session: PausedSession) -> tuple[int, list[tuple[str, bool]]]:
     """How many kinds of stages are run, and the layers that take part."""
     ran.clear()
-    count = rehearse(notes, Store(session.segments), CpuTransfers(time.monotonic), [])
-    return count, list(ran)
+    found = rehearse(notes, Store(session.segments), CpuTransfers(time.monotonic), [])
+    return len(found.stages), list(ran)
 
 
 def test_each_kind_of_stage_is_run_once(session: PausedSession, notes: Path) -> None:
@@ -186,6 +189,39 @@ def test_notes_go_with_their_model_and_broken_ones_are_ignored(session: PausedSe
     assert rehearsed(notes, session) == (0, [])
     Notebook(notes).clear()
     assert not list(notes.parent.iterdir())
+
+
+def test_the_next_replacement_knows_what_both_before_it_ran(session: PausedSession, notes: Path) -> None:
+    shell = session._workers[0][1]
+    with make(session) as pipe:
+        train(pipe)
+        found = rehearse(notes, Store(session.segments), CpuTransfers(time.monotonic), [])
+        shell._notebook, before = Notebook(notes, found), shell._notebook
+        shell._notebook._specs = before._specs
+        x = torch.ones(4, 5, dtype=torch.long)
+        pipe.evaluate([(x, x)])
+        count, layers = rehearsed(notes, session)
+        assert 5 < count == len(layers) and ("Embed", True) in layers
+
+
+def test_stages_of_a_new_plan_are_noted_too(session: PausedSession, notes: Path) -> None:
+    with make(session) as pipe:
+        train(pipe)
+        pipe._tuner.plan = ExecutionPlan([range(0, 4)], [range(4, 5), range(0, 4)])
+        train(pipe, 4)
+        assert rehearsed(notes, session)[0] == 5 + 2, "the head is the same"
+
+
+def test_a_model_that_cannot_be_built_any_more_takes_no_other_with_it(session: PausedSession, notes: Path) -> None:
+    with make(session) as pipe:
+        train(pipe)
+        whole = unpack_struct(notes.read_bytes())
+        (number, handle), nothing = *whole.models, TensorHandle(Extent("nobody", "gone", 0, 8), 0, (8,), (1,), "uint8")
+        lost = replace(whole.stages[0], task=replace(whole.stages[0].task, model=number + 1))
+        models, stages = ((number + 1, nothing), (number, handle)), (lost, *whole.stages)
+        notes.write_bytes(pack_struct(replace(whole, models=models, stages=stages)))
+        assert rehearsed(notes, session)[0] == 5
+        assert sorted(path.name for path in notes.parent.iterdir()) == [notes.name]
 
 
 def test_what_cannot_be_noted_is_no_error_of_the_run(

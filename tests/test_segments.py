@@ -78,15 +78,15 @@ def test_release_keeps_mappings(server: SegmentServer, client: SegmentClient) ->
     client.release(segment)  # a second time is no error
 
 
-def test_what_a_role_has_mapped_is_remembered(server: SegmentServer, client: SegmentClient, tmp_path: Path) -> None:
+def test_what_a_role_was_given_is_remembered(server: SegmentServer, client: SegmentClient, tmp_path: Path) -> None:
     kept, released, others = (client.create(4096)[0] for _ in range(3))
     replacement = SegmentClient(tmp_path, TOKEN, owner="worker-1.2")
     for name in (kept, released):
         replacement.open(name)
     client.release(released)
-    assert client.mapped_by("worker-1") == [kept]
-    assert client.mapped_by("worker-0") == [kept, others]
-    assert client.mapped_by("worker-2") == []
+    assert client.handed_to("worker-1") == [kept]
+    assert client.handed_to("worker-0") == [kept, others]
+    assert client.handed_to("worker-2") == []
     replacement.close()
 
 

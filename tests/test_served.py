@@ -29,7 +29,7 @@ from rpruntime.status import Status
 from rpruntime.store.segments import SOCKET_NAME
 from rpruntime.wire.codec import encode
 from rpruntime.wire.mailbox import OBSERVER, Mailbox, new_keys
-from rpruntime.wire.messages import FreeMsg, RoleFailedMsg
+from rpruntime.wire.messages import FreeMsg
 from rpruntime.wire.succession import ControllerGoneMsg, ModelsMsg, ResetMsg
 from rpruntime.worker.failures import describe
 from tests.launching import FAKE_CHILD, ROOT
@@ -500,20 +500,17 @@ def test_models_are_looked_for_again_after_an_interrupt(monkeypatch: pytest.Monk
 
 def test_models_that_the_optimizer_cannot_tell_are_an_error_and_asked_for_again() -> None:
     class Asking:
-        """A client that hears of one failure, then of no models."""
+        """A client that hears of a failure, then of no models."""
 
-        answers: list[Any] = [
-            lambda models: models.on_failure(
-                RoleFailedMsg("optimizer", -1, describe(rp.HostMemoryError("no room to tell"), phase="step"))
-            ),
-            lambda models: models.on_answer(ModelsMsg(())),
-        ]
+        def __init__(self) -> None:
+            refusal = describe(rp.HostMemoryError("no room to tell"))
+            self.answers = [ModelsMsg((), refusal), ModelsMsg(())]
 
         def wait_roles(self) -> None:
             pass
 
         def send(self, role: str, msg: Any) -> None:
-            self.answers.pop(0)(models)
+            models.on_answer(self.answers.pop(0))
 
         def wait(self, ready: Any, what: str) -> None:
             assert ready()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from rpruntime.control.calls import Calls
 from rpruntime.control.checkpoints import Checkpoints
-from rpruntime.control.events import AbandonEvent, EndRun, FinishCancel, GiveUpEvent, ReportFailure
+from rpruntime.control.events import AbandonEvent, EndRun, FinishCancel, ReportFailure
 from rpruntime.control.lifetimes import Lifetimes
 from rpruntime.control.model import Model
 from rpruntime.control.models import Models
@@ -19,7 +19,7 @@ from rpruntime.control.outbox import Outbox
 from rpruntime.control.roster import OPTIMIZER, Roster
 from rpruntime.control.slots import Slots
 from rpruntime.store.handle import Extent
-from rpruntime.wire.messages import CancelledMsg, CancelMsg, SlotFailedMsg, SlotTask
+from rpruntime.wire.messages import CancelledMsg, CancelMsg, RoleFailedMsg, SlotFailedMsg, SlotTask
 
 Leftover = tuple[str, int, int]
 """("left", model, first cancelled call), a reader of `Lifetimes`."""
@@ -144,10 +144,12 @@ class Cancels:
         elif inference:
             self._begin(number, inference[0], inference[0], None, abandoned=True)
 
-    def on_give_up(self, event: GiveUpEvent) -> None:
-        """One cancel is one call where only evaluations run: the next one follows when it is over."""
-        self._given_up.add(event.model)
-        self.on_abandon(AbandonEvent(event.model, sealed=True))
+    def on_role_failed(self, msg: RoleFailedMsg) -> None:
+        """The optimizer cannot go on with a model: its next weights never come, and the slots of others wait behind its
+        own. One cancel is one call where only evaluations run: the next one follows when it is over."""
+        if msg.role == OPTIMIZER and msg.model in self._models:  # else it is being loaded
+            self._given_up.add(msg.model)
+            self.on_abandon(AbandonEvent(msg.model, sealed=True))
 
     def _calls_that_go(self, number: int, first: int, last: int, iteration: int | None) -> tuple[int, ...]:
         """Those from `first` to `last` that are cancelled, and what an older controller has left of the iteration."""

@@ -127,14 +127,6 @@ class AbandonEvent:
 
 
 @dataclass(frozen=True)
-class GiveUpEvent:
-    """The optimizer cannot go on with a model: nothing of it is to run, as its next weights never come and the slots of
-    others wait behind its own."""
-
-    model: int
-
-
-@dataclass(frozen=True)
 class SetScalerEvent:
     """The gradient scaler goes on from this state; nothing runs and the open iteration has no call.
 
@@ -198,7 +190,6 @@ Event = (
     | StepEvent
     | DiscardEvent
     | AbandonEvent
-    | GiveUpEvent
     | SetScalerEvent
     | OutputTakenEvent
     | SaveEvent

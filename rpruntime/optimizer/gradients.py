@@ -37,7 +37,7 @@ class Gradients:
             self._succession.keep_open(model)
 
     def on_discard(self, msg: DiscardMsg) -> None:
-        """Those of the open iteration are not wanted."""
+        """The script discards the open iteration's gradients."""
         model = self._models[msg.model]
         model.forget_open()
         model.reads = [read for read in model.reads if not set(read.calls).intersection(msg.calls)]
@@ -47,13 +47,13 @@ class Gradients:
     def on_read(self, msg: ReadStateMsg) -> None:
         """The script asks for gradients, or for the optimizer's state."""
         model = self._models[msg.model]
-        if not model.failed:
+        if not model.failed and all(call in model.sums.calls for call in msg.calls):  # else they are being cancelled
             model.reads.append(msg)
             self._answer_reads(model)
 
     def _answer_reads(self, model: Model) -> None:
         for msg in list(model.reads):
-            if not model.sums.have_come(call for call in msg.calls if call in model.sums.calls):
+            if not model.sums.have_come(msg.calls):
                 continue
             model.reads.remove(msg)
             iteration = model.sums.calls[msg.calls[0]] if msg.calls else -1

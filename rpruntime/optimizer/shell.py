@@ -41,8 +41,9 @@ from rpruntime.wire.messages import (
     StateMsg,
     TraceMsg,
     UnitSpec,
+    UnloadModelMsg,
 )
-from rpruntime.wire.succession import ModelsMsg
+from rpruntime.wire.succession import ModelRow, ModelsMsg, ModelState
 from rpruntime.worker.failures import describe
 
 log = logging.getLogger(__name__)
@@ -331,7 +332,7 @@ class OptimizerShell:
         (kept.keep_head if instruction.head else kept.keep)(instruction.buffers)
 
     def _keep_only(self, instruction: ev.KeepOnly) -> None:
-        lost: dict[int, str] = {}
+        lost: list[int] = []
         for number, model in self._models.items():
             stays = set(instruction.versions[number])
             for extent in model.lent:  # the controller's memory goes, but for these
@@ -349,14 +350,24 @@ class OptimizerShell:
                 model.kept.settle(with_head=number in instruction.iterations)
             except HostMemoryError as err:
                 log.error("model %s cannot be kept for another program: %s", model.msg.name, err)
-                lost[number] = str(err)
+                lost.append(number)
         self._arena.free_all(self._told)
         self._told.clear()
         self._arena.settle()
-        for number, reason in lost.items():
-            self._happened(ev.WorkFailedEvent(number, reason))
+        for number in lost:
+            self._happened(UnloadModelMsg(number))
 
     def _tell_models(self, instruction: ev.TellModels) -> None:
+        try:
+            with self._arena.all_or_nothing():
+                rows = self._rows_told(instruction)
+        except HostMemoryError as err:
+            self._post.send(instruction.msg.role, ModelsMsg((), describe(err, device=self._post.role)))
+            return
+        self._told.update(extents_in(rows))
+        self._post.send(instruction.msg.role, ModelsMsg(tuple(row for row, _ in rows)))
+
+    def _rows_told(self, instruction: ev.TellModels) -> list[tuple[ModelRow, ModelState]]:
         rows = []
         for row, state in instruction.rows:
             kept = self._models[row.model].kept
@@ -364,9 +375,8 @@ class OptimizerShell:
                 told = {"buffers": copied(kept.buffers, self._arena), "head": copied(kept.head, self._arena)}
                 state = dataclasses.replace(state, spec=kept.package, **told)
                 row = dataclasses.replace(row, state=put_struct(state, self._arena))
-                self._told.update(extents_in((row.state, state.buffers, state.head)))
-            rows.append(row)
-        self._post.send(instruction.msg.role, ModelsMsg(tuple(rows)))
+            rows.append((row, state))
+        return rows
 
     # --- checkpoints
 

@@ -167,7 +167,7 @@ class Steps:
         model = self._models.get(event.model)
         if model is None:
             return
-        step, model.running, model.failed = model.running, None, event.reason
+        step, model.running, model.failed = model.running, None, model.failed or event.reason
         model.steps.clear()
         model.reads.clear()
         model.forget_open()

@@ -239,13 +239,14 @@ class Arena:
 
     @contextlib.contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """What is allocated in the block, which frees nothing of it, is freed if it raises. For one thread's arenas."""
+        """If the block raises, everything that was allocated in it, and not freed, is freed. Only for arenas that one
+        thread uses."""
         before, self._noted = self._noted, []
         try:
             yield
         except BaseException:
-            self.free_all(self._noted)
-            self._noted.clear()
+            noted, self._noted = self._noted, []
+            self.free_all(noted)
             raise
         finally:
             self._noted = None if before is None else [*before, *self._noted]
@@ -272,6 +273,8 @@ class Arena:
             if self._poisons:
                 self.store.bytes_of(extent).fill_(POISON)
             self._allocator.free(extent.segment, extent.offset)
+            if self._noted and extent in self._noted:
+                self._noted.remove(extent)
 
     def free_all(self, extents: Iterable[Extent]) -> None:
         """Take several extents back."""

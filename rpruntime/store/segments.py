@@ -116,7 +116,7 @@ class SegmentServer:
         # Guarded by _lock: descriptor and owner of each segment, who has had it, connections alive, the strangers among
         # them in the order in which they came.
         self._segments: dict[str, tuple[int, str]] = {}
-        self._mapped: dict[str, set[str]] = {}  # by segment, the roles whose processes have had its descriptor
+        self._handed: dict[str, set[str]] = {}  # by segment, the roles whose processes were given its descriptor
         self._peers: set[socket.socket] = set()
         self._strangers: dict[socket.socket, None] = {}
         self._counter = itertools.count(1)
@@ -151,7 +151,7 @@ class SegmentServer:
         """Drop the descriptor; mappings that others have stay valid."""
         with self._lock:
             entry = self._segments.pop(segment, None)
-            self._mapped.pop(segment, None)
+            self._handed.pop(segment, None)
         if entry is not None:
             os.close(entry[0])
 
@@ -307,10 +307,10 @@ class SegmentServer:
                 with self._lock:
                     found = [[name, os.fstat(fd).st_size] for name, (fd, of) in self._segments.items() if of == wanted]
                 send(peer, {"ok": True, "segments": found})
-            elif op == "mapped":
+            elif op == "handed":
                 role = str(request.get("role"))
                 with self._lock:
-                    names = [name for name, roles in self._mapped.items() if role in roles]
+                    names = [name for name, roles in self._handed.items() if role in roles]
                 send(peer, {"ok": True, "segments": names})
             elif op == "release_owner":
                 self.release_owner(str(request.get("owner")))
@@ -331,7 +331,7 @@ class SegmentServer:
         with self._lock:
             entry = self._segments.get(segment)
             if entry is not None:
-                self._mapped.setdefault(segment, set()).add(role_of(owner))
+                self._handed.setdefault(segment, set()).add(role_of(owner))
             # A copy: another thread may release (and the kernel reuse) the number before it is sent.
             fd = os.dup(entry[0]) if entry is not None else -1
         if fd < 0:
@@ -396,9 +396,9 @@ class SegmentClient:
         """(segment, bytes) of all that a process has made."""
         return [(str(name), int(nbytes)) for name, nbytes in self._request({"op": "list", "owner": owner})["segments"]]
 
-    def mapped_by(self, role: str) -> list[str]:
-        """The segments, of those that are still there, that any process of this role has made or opened."""
-        return [str(name) for name in self._request({"op": "mapped", "role": role})["segments"]]
+    def handed_to(self, role: str) -> list[str]:
+        """The segments, of those that are still there, that any process of this role has ever made or opened."""
+        return [str(name) for name in self._request({"op": "handed", "role": role})["segments"]]
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes of all segments of the session, by owner."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rpruntime.store.handle import Extent, Payload, TensorHandle
 from rpruntime.wire.codec import message, struct
-from rpruntime.wire.messages import ScalerState
+from rpruntime.wire.messages import ErrorInfo, ScalerState
 
 Buffers = tuple[tuple[int, Payload], ...]
 """(position, buffers of the layer there)"""
@@ -131,9 +131,10 @@ class ModelRow:
 @message
 @dataclass(frozen=True, slots=True)
 class ModelsMsg:
-    """Answer to `ReadModelsMsg`."""
+    """Answer to `ReadModelsMsg`; `error`: why they cannot be told."""
 
     models: tuple[ModelRow, ...]
+    error: ErrorInfo | None = None
 
 
 @struct

@@ -20,10 +20,10 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from rpruntime.errors import RoundPipeError
 from rpruntime.store.arena import Arena, Store
 from rpruntime.store.handle import Payload, TensorHandle
 from rpruntime.store.segments import PrivateSegments
@@ -49,6 +49,8 @@ MAX_NOTES = 64
 class StageNote:
     """A micro-batch of a stage, as it was run: of tensors only what they look like."""
 
+    kind: tuple[Any, ...]
+    """What stages have in common that run the same kernels, as far as that can be told from outside."""
     task: SlotTask
     call: tuple[bytes, ...]
     """Frames of the `CallMsg`."""
@@ -60,8 +62,8 @@ class StageNote:
 class RehearsalNotes:
     """All that a process noted; `models` are (number, where its `ModelSpec` lies)."""
 
-    models: tuple[tuple[int, TensorHandle], ...]
-    stages: tuple[StageNote, ...]
+    models: tuple[tuple[int, TensorHandle], ...] = ()
+    stages: tuple[StageNote, ...] = ()
 
 
 def rehearses(device: torch.device, num_devices: int) -> bool:
@@ -71,31 +73,40 @@ def rehearses(device: torch.device, num_devices: int) -> bool:
 
 
 class Notebook:
-    """A worker's notes for its replacement. `path`: their file; None: nothing is noted."""
+    """A worker's notes for its replacement.
 
-    def __init__(self, path: Path | None) -> None:
+    Args:
+        path: their file; None: nothing is noted.
+        found: what its predecessors had noted.
+    """
+
+    def __init__(self, path: Path | None, found: RehearsalNotes | None = None) -> None:
         self._path = path
         self._is_open = path is not None and not _taken(path).exists()
-        self._models: dict[int, tuple[TensorHandle, ModelSpec]] = {}
+        found = found or RehearsalNotes()
+        self._handles = dict(found.models)
+        self._notes = {note.kind: note for note in found.stages}
+        self._specs: dict[int, ModelSpec] = {}
         self._seen: set[tuple[int, str, tuple[int, int]]] = set()
-        self._kinds: dict[tuple[object, ...], StageNote] = {}
+        """(model, kind of slot, layers) of stages that need no look."""
 
     def add_model(self, spec: ModelSpec, handle: TensorHandle) -> None:
-        """A model has come, under this handle."""
-        self._models[spec.model] = handle, spec
+        """A model has been built, from what lies under this handle."""
+        self._specs[spec.model], self._handles[spec.model] = spec, handle
 
     def forget_model(self, number: int) -> None:
         """Nothing of it runs any more."""
-        self._models.pop(number, None)
+        self._specs.pop(number, None)
         self._seen = {place for place in self._seen if place[0] != number}
-        before = len(self._kinds)
-        self._kinds = {kind: note for kind, note in self._kinds.items() if note.task.model != number}
-        if len(self._kinds) < before:
+        known = number in self._handles
+        self._handles.pop(number, None)
+        self._notes = {kind: note for kind, note in self._notes.items() if note.task.model != number}
+        if known and self._is_open:
             self._write()
 
     def clear(self) -> None:
         """Nothing of any model runs any more, whoever noted it."""
-        for path in () if self._path is None else (self._path, _taken(self._path)):
+        for path in () if self._path is None else (self._path, _taken(self._path), _new(self._path)):
             with contextlib.suppress(OSError):
                 path.unlink()
 
@@ -107,33 +118,32 @@ class Notebook:
             return
         self._seen.add(place)
         kind = self._kind(work)
-        by_handle = any(isinstance(payload.skeleton, TensorHandle) for payload in work.inputs.values())
-        if kind not in self._kinds and not by_handle and len(self._kinds) < MAX_NOTES:
+        too_large = any(isinstance(payload.skeleton, TensorHandle) for payload in work.inputs.values())
+        if kind not in self._notes and not too_large and len(self._notes) < MAX_NOTES:
             task = replace(task, microbatches=(work.microbatch,), attempt=0)
-            self._kinds[kind] = StageNote(task, tuple(encode(work.call)), tuple(work.inputs.items()))
+            self._notes[kind] = StageNote(kind, task, tuple(encode(work.call)), tuple(work.inputs.items()))
             self._write()
 
-    def _kind(self, work: RunMicrobatch) -> tuple[object, ...]:
-        """What stages have in common that run the same kernels, as far as that can be told from outside."""
-        task, spec = work.task, self._models[work.task.model][1]
-        classes = [
+    def _kind(self, work: RunMicrobatch) -> tuple[Any, ...]:
+        task, spec = work.task, self._specs[work.task.model]
+        classes = tuple(
             (spec.layers[p].class_name, *(spec.units[unit].nbytes for unit in spec.layers[p].units))
             for p in range(*task.layers)
-        ]
+        )
         shapes = sorted(
             (key[0], *((handle.shape, handle.stride, handle.dtype) for handle in payload.tensors))
             for key, payload in work.inputs.items()
         )
-        return task.model, task.kind, task.layers[1] == len(spec.layers), tuple(classes), tuple(shapes)
+        return task.model, task.kind, task.layers[1] == len(spec.layers), classes, tuple(shapes)
 
     def _write(self) -> None:
         assert self._path is not None
-        models = tuple((number, handle) for number, (handle, _) in self._models.items())
-        new = self._path.with_suffix(".new")
+        models = {note.task.model for note in self._notes.values()}
+        handles = tuple((number, handle) for number, handle in self._handles.items() if number in models)
         try:
-            with open(new, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-                file.write(pack_struct(RehearsalNotes(models, tuple(self._kinds.values()))))
-            new.replace(self._path)
+            with open(_new(self._path), "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                file.write(pack_struct(RehearsalNotes(handles, tuple(self._notes.values()))))
+            _new(self._path).replace(self._path)
         except Exception as err:  # the disk is full, say: a replacement will start slowly
             log.warning("what a replacement would rehearse cannot be written down: %s: %s", type(err).__name__, err)
 
@@ -143,8 +153,13 @@ def _taken(path: Path) -> Path:
     return path.with_suffix(".rehearsing")
 
 
-def rehearse(path: Path, store: Store, transfers: Transfers, mapped: Iterable[str]) -> int:
-    """Run what a predecessor noted, and map the segments that it had mapped; what goes wrong in that is only logged.
+def _new(path: Path) -> Path:
+    """The notes' name while they are written."""
+    return path.with_suffix(".new")
+
+
+def rehearse(path: Path, store: Store, transfers: Transfers, mapped: Iterable[str]) -> RehearsalNotes:
+    """Run what a predecessor noted, and map segments; what goes wrong in that is only logged.
 
     Args:
         path: the predecessor's notes.
@@ -153,48 +168,65 @@ def rehearse(path: Path, store: Store, transfers: Transfers, mapped: Iterable[st
         mapped: names of segments.
 
     Returns:
-        How many kinds of stages have been run.
+        The notes, of stages that ran.
 
     Raises:
         Exception: the device cannot be used any more.
     """
     began = time.monotonic()
-    models = dict[int, WorkerModel]()
-    stages: tuple[StageNote, ...] = ()
-    try:
-        found = unpack_struct(path.rename(_taken(path)).read_bytes())
-        models = {
-            number: WorkerModel(unpack_struct(read_bytes(store, spec)), store, transfers.device)
-            for number, spec in found.models
-        }
-        # backward first: what is compiled for it takes longest, and the processor does that beside the page-locking
-        stages = tuple(sorted(found.stages, key=lambda note: note.task.kind != "backward"))
-    except FileNotFoundError:  # nothing had been run, or a rehearsal ended the last process
-        pass
-    except Exception as err:
-        log.info("nothing can be rehearsed: %s: %s", type(err).__name__, err)
+    taken = _take(path)
+    found = taken or RehearsalNotes()
+    models = _build(found, store, transfers.device)
     # page-locking takes as long as the first runs; until it is done, the store is that thread's alone
     mapping = threading.Thread(target=_map, args=(store, mapped), name="mapping", daemon=True)
     mapping.start()
     try:
-        count = sum(_run(note, models[note.task.model], transfers) for note in stages)
+        # backward first: what is compiled for it takes longest, and the processor does that beside the page-locking
+        stages = sorted(found.stages, key=lambda note: note.task.kind != "backward")
+        ran = [note for note in stages if note.task.model in models and _run(note, models[note.task.model], transfers)]
     finally:
         mapping.join()
     models.clear()
     gc.collect()  # modules and their gradients hang together in cycles
     free_caches(transfers.device)
-    if stages:
+    if taken is not None:
         with contextlib.suppress(OSError):
             _taken(path).rename(path)
-    log.info("rehearsed %d kinds of stages in %.2f s", count, time.monotonic() - began)
-    return count
+    log.info("rehearsed %d kinds of stages in %.2f s", len(ran), time.monotonic() - began)
+    return replace(found, stages=tuple(note for note in found.stages if note in ran))
+
+
+def _take(path: Path) -> RehearsalNotes | None:
+    """Read the notes and take their file away; None: nothing was noted, or a rehearsal ended the last process."""
+    try:
+        found = unpack_struct(path.rename(_taken(path)).read_bytes())
+        assert isinstance(found, RehearsalNotes)
+        return found
+    except FileNotFoundError:
+        return None
+    except Exception as err:
+        log.warning("the notes for a rehearsal cannot be read: %s: %s", type(err).__name__, err)
+        with contextlib.suppress(OSError):
+            _taken(path).unlink()
+        return None
+
+
+def _build(found: RehearsalNotes, store: Store, device: torch.device) -> dict[int, WorkerModel]:
+    """The models by number, without those that cannot be built."""
+    models: dict[int, WorkerModel] = {}
+    for number, spec in found.models:
+        try:
+            models[number] = WorkerModel(unpack_struct(read_bytes(store, spec)), store, device)
+        except Exception as err:
+            log.info("model %d cannot be rehearsed: %s: %s", number, type(err).__name__, err)
+    return models
 
 
 def _map(store: Store, segments: Iterable[str]) -> None:
     for name in segments:
         try:
             store.segment(name)
-        except RoundPipeError as err:  # it has gone, or cannot be page-locked: who needs it will say so
+        except Exception as err:  # it has gone, or cannot be page-locked: who needs it will say so
             log.info("segment %s is not mapped beforehand: %s", name, err)
 
 
@@ -202,7 +234,7 @@ class _Still:
     """A copy that moves nothing and is done."""
 
     def __init__(self, result: torch.Tensor) -> None:
-        self.nbytes = result.numel()
+        self.nbytes = result.nbytes
         self._result = result
 
     def start(self, first: int, stop: int) -> None:
@@ -223,10 +255,10 @@ class _WithoutCopies:
         self.mark, self.reached, self.when_ms = real.mark, real.reached, real.when_ms
         self.peak_bytes, self.check = real.peak_bytes, real.check
 
-    def upload(self, host: torch.Tensor) -> Pieces:
+    def upload(self, host: torch.Tensor) -> _Still:
         return _Still(torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=self.device).zero_())
 
-    def download(self, source: torch.Tensor, host: torch.Tensor) -> Pieces:
+    def download(self, source: torch.Tensor, host: torch.Tensor) -> _Still:
         return _Still(host)
 
     def upload_pieces(self, host: torch.Tensor) -> Pieces:

@@ -17,7 +17,7 @@ from rpruntime.wire.messages import ShutdownMsg
 from rpruntime.wire.succession import ResetDoneMsg, ResetMsg
 from rpruntime.worker.affinity import bind, pci_address, worker_cores
 from rpruntime.worker.memory import free_caches
-from rpruntime.worker.rehearsal import Notebook, rehearse, rehearses
+from rpruntime.worker.rehearsal import Notebook, RehearsalNotes, rehearse, rehearses
 from rpruntime.worker.shell import WorkerShell
 from rpruntime.worker.transfers import CpuTransfers, CudaTransfers, Transfers
 
@@ -61,12 +61,12 @@ def run(child: Child, page: StatusPage) -> None:
     arena = Arena(f"{child.role}.{child.incarnation}", child.segments, store)
     peers = tuple(f"worker-{index}" for index in range(len(child.config["devices"])))
     notes = child.folder / f"{child.role}.rehearsal" if rehearses(transfers.device, len(peers)) else None
-    told = False
+    found, told = RehearsalNotes(), False
     try:
         if notes is not None and child.incarnation > 1:
-            rehearse(notes, store, transfers, child.segments.mapped_by(child.role))
+            found = rehearse(notes, store, transfers, child.segments.handed_to(child.role))
         while True:
-            notebook = Notebook(notes)
+            notebook = Notebook(notes, found)
             shell = WorkerShell(child.mailbox, arena, transfers, peers, device, status=page, notebook=notebook)
             if not told:
                 child.ready(info)
@@ -76,6 +76,7 @@ def run(child: Child, page: StatusPage) -> None:
                 break
             del shell
             notebook.clear()
+            found = RehearsalNotes()
             let_go(arena, transfers, page)
             peers = tuple(role for role in peers if role not in reset.retired)
             child.mailbox.send("launcher", ResetDoneMsg(child.role, reset.incarnation))

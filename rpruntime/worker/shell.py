@@ -12,6 +12,7 @@ from typing import Any
 from rpruntime.recording import record
 from rpruntime.status import NullStatus, StatusWriter
 from rpruntime.store.arena import Arena
+from rpruntime.store.handle import TensorHandle
 from rpruntime.trace.spans import MESSAGES
 from rpruntime.wire.codec import unpack_struct
 from rpruntime.wire.mailbox import Post
@@ -80,6 +81,8 @@ class WorkerShell:
         """Whether this process took the place of one that died."""
         record(self._machine, arena.owner if self._replaces else post.role)
         self._models: dict[int, WorkerModel] = {}
+        self._handles: dict[int, TensorHandle] = {}
+        """Where the models' specs lie."""
         self._stages: dict[int, Stage] = {}
         self._in_windows = transfers_mode() == "windows"
         self._up: dict[int, Windows] = {}
@@ -167,7 +170,7 @@ class WorkerShell:
     def _opened(self, msg: Any) -> Any:
         if isinstance(msg, LoadModelMsg):
             spec = unpack_struct(read_bytes(self._arena.store, msg.spec))
-            self._notebook.add_model(spec, msg.spec)
+            self._handles[spec.model] = msg.spec
             return spec
         return msg
 
@@ -210,6 +213,7 @@ class WorkerShell:
             log.log(self._failure_level, "building model %s", msg.name, exc_info=err)
             self._post.send(CONTROLLER, RoleFailedMsg(self._post.role, msg.model, describe(err, phase="load")))
             return
+        self._notebook.add_model(msg, self._handles[msg.model])
         self._events.append(ev.ModelBuiltEvent(msg.model))
 
     def _forget(self, instruction: ev.ForgetModel) -> None:
