@@ -284,13 +284,12 @@ class Optimizer:
 
     def act(self, choice: Any) -> None:
         instruction = self.todo.popleft()
-        work = oe.AddSlab | oe.MeasureNorm | oe.StepUnit
-        if isinstance(instruction, work):
+        if isinstance(instruction, oe.WORK):
             assert instruction.model not in self.failed, f"{instruction} for a model that has failed"
             if instruction.model in self.failing:
                 self.failed.add(instruction.model)
                 self.cluster.post(self.role, "controller", msgs.RoleFailedMsg(self.role, instruction.model, ERROR))
-                self.todo = deque(i for i in self.todo if not (isinstance(i, work) and i.model in self.failed))
+                self.todo = deque(i for i in self.todo if not (isinstance(i, oe.WORK) and i.model in self.failed))
                 self._happened(oe.WorkFailedEvent(instruction.model, "no room"))
                 return
         getattr(self, f"_{type(instruction).__name__}")(instruction)

@@ -144,6 +144,10 @@ class StepUnit:
     inverse: float = 1.0
 
 
+WORK = (AddSlab, MeasureNorm, StepUnit)
+"""What uses or changes a model's gradients and weights: it is not done after a `WorkFailedEvent`."""
+
+
 @dataclass(frozen=True)
 class ReadState:
     """Answer a `ReadStateMsg`, for "gradients" with those of this iteration."""

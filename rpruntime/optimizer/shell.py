@@ -151,14 +151,13 @@ class OptimizerShell:
             log.log(self._failure_level, "carrying out %s", type(instruction).__name__, exc_info=err)
             error, model = describe(err, phase="step", device=self._post.role), _model_of(instruction)
             self._post.send(CONTROLLER, RoleFailedMsg(self._post.role, model, error))
-            if not isinstance(instruction, ev.ReadState):
+            if not isinstance(instruction, ev.ReadState):  # which changes nothing: another program can go on
                 self._give_up(model, f"{error.type_name}: {error.text}")
         self._status.progress()
 
     def _give_up(self, model: int, reason: str) -> None:
         """Nothing that would use or change a model's weights and gradients is done any more."""
-        work = ev.AddSlab | ev.MeasureNorm | ev.StepUnit
-        self._todo = deque(i for i in self._todo if not (isinstance(i, work) and i.model == model))
+        self._todo = deque(i for i in self._todo if not (isinstance(i, ev.WORK) and i.model == model))
         self._happened(ev.WorkFailedEvent(model, reason))
 
     def _carry_out_now(self, instruction: Any) -> None:
