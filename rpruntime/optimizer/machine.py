@@ -6,8 +6,8 @@ No sockets, clock, torch or threads.
     StepMsg, when all are in ------> MeasureNorm, StepUnit --> WeightsReadyMsg, at the end StepDoneMsg
     SnapshotMsg -------------------> CopyUnit, between two steps of each unit
 
-What is under way of a model lies in its `Model`. The parts beside it are told, in their constructors, of parts that stand
-before them here:
+What is under way of a model lies in its `Model`. The parts beside it are told, in their constructors, of parts that
+stand before them here:
 
     Outbox                              what goes out
     Models (Model)                      the models, and what is under way of each
