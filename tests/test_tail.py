@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -194,6 +196,57 @@ class Wrapped(Block):
         return super().inner(x)[0]
 
 
+class SavesAProduct(torch.autograd.Function):
+    """A product of its own, which is saved without being read."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        out = x.flatten(0, -2) @ weight
+        ctx.save_for_backward(out)
+        return out.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.saved_tensors[0].view(grad.shape), None
+
+
+class SaverBeside(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + SavesAProduct.apply(x, self.up.weight[:WIDTH].detach())
+
+
+class SavedOutput(Block):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        z = x + self.inner(x)
+        return z, Twin.apply(z)
+
+
+class InAThread(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            return x + pool.submit(self.inner, x).result()
+
+
+class Copied(Block):
+    """A copy of its Linear has the hooks of that moment."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.silu(self.up(x))
+        self.copy = copy.deepcopy(self.down)
+        return x + self.down(hidden)
+
+
+class Caught(Block):
+    """Its Linear is called with the wrong dtype first."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        hidden = F.silu(self.up(self.norm(x)))
+        try:
+            return self.down(hidden.double())
+        except RuntimeError:
+            return self.down(hidden)
+
+
 class Autocast(Block):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -210,9 +263,9 @@ class Half(Block):
         return x + self.inner(x)
 
 
-LEFT_OUT = [Block, WithoutBias, Alone, TwoInARow, Twice, Half]
+LEFT_OUT = [Block, WithoutBias, Alone, TwoInARow, Twice, Half, Caught]
 NEEDED = [InATuple, Transposed, Normed, Dropped, InPlace, ChangesItsInput, Deciding, Custom, Autocast]
-NEEDED += [HiddenSaver, HiddenKeeper, Hooked, OutputHooked, Sparse, Wrapped]
+NEEDED += [HiddenSaver, HiddenKeeper, Hooked, OutputHooked, Sparse, Wrapped, SaverBeside, SavedOutput, InAThread]
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -291,6 +344,17 @@ def test_nothing_stays_alive() -> None:
         alive = StorageWeakRef(value.untyped_storage())
         del value
         assert alive.expired()
+
+
+def test_a_copy_of_the_linear_begins_nothing() -> None:
+    layer, x = Copied(), torch.randn(3, WIDTH)
+    left_out = Tail(layer)
+    for _ in range(3):
+        left_out.run(x)
+    assert left_out.num_left_out == 2
+    with Products() as products:
+        layer.copy(torch.randn(3, 2 * WIDTH))
+    assert products.count == 1 and not torch._C._len_torch_dispatch_stack()
 
 
 def test_no_other_mode_is_disturbed() -> None:

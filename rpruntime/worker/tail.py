@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -82,13 +83,17 @@ class Tail:
         calls: list[tuple[nn.Linear, int, torch.Tensor]] = []
         counts: Counter[nn.Module] = Counter()
 
-        def called(module: nn.Linear, _: Any, output: Any) -> None:
-            if isinstance(output, torch.Tensor) and 2 * output.numel() * module.in_features >= MIN_FLOPS:
-                calls.append((module, counts[module], output))
+        def begin(module: nn.Module, _: Any) -> None:
             counts[module] += 1
 
-        linears = [module for module in self._layer.modules() if type(module) is nn.Linear]
-        handles = [module.register_forward_hook(called) for module in linears]
+        def end(module: nn.Linear, _: Any, output: Any) -> None:
+            if isinstance(output, torch.Tensor) and 2 * output.numel() * module.in_features >= MIN_FLOPS:
+                calls.append((module, counts[module] - 1, output))
+
+        handles = []
+        for module in self._layer.modules():
+            if type(module) is nn.Linear:
+                handles += [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
         try:
             value = self._layer(*args, **kwargs)
         finally:
@@ -101,18 +106,24 @@ class Tail:
 
     @contextlib.contextmanager
     def _putting_off(self, linear: nn.Linear, calls_before: int) -> Iterator[PutOff]:
-        put_off, counts = PutOff(), Counter[nn.Module]()
+        put_off, thread, count, is_over = PutOff(), threading.get_ident(), 0, False
 
         def begin(module: nn.Module, _: Any) -> None:
-            if counts[module] == calls_before and not torch._C._len_torch_dispatch_stack():
+            nonlocal count
+            if module is not linear or is_over:  # a copy, which has this hook too
+                return
+            # modes belong to threads, and end in the reverse order of their beginnings
+            is_free = threading.get_ident() == thread and not torch._C._len_torch_dispatch_stack()
+            if count == calls_before and is_free:
                 put_off.__enter__()
                 put_off.is_on = True
-            counts[module] += 1
+            count += 1
 
         handle = linear.register_forward_pre_hook(begin)
         try:
             yield put_off
         finally:
+            is_over = True
             handle.remove()
             if put_off.is_on:
                 put_off.__exit__(None, None, None)
@@ -178,6 +189,8 @@ class PutOff(TorchDispatchMode):
     that reads what is put off has that computed first (it saves its inputs), and an addition need not.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self.is_on = False
@@ -200,7 +213,7 @@ class PutOff(TorchDispatchMode):
         operands = tuple(map(self._later, args))
         is_put_off = any(isinstance(operand, _Later) for operand in operands)
         result = None
-        if func in _PRODUCTS and all(map(_is_plain, args)):
+        if func in _PRODUCTS and _is_right(*args):
             if is_put_off:
                 self._compute()
                 operands = args
@@ -249,6 +262,17 @@ class PutOff(TorchDispatchMode):
             results.append(operation.func(*args, **operation.kwargs))
             operation.write(results[-1])
         self._index.clear()
+
+
+def _is_right(*operands: Any) -> bool:
+    """Whether a product can be computed later: one that raises has to raise where it is."""
+    left, right = operands[-2:]
+    return (
+        all(_is_plain(operand) and operand.dtype == left.dtype for operand in operands)
+        and left.dim() == right.dim() == 2
+        and left.shape[1] == right.shape[0]
+        and operands[0].shape[-1] in (1, left.shape[1], right.shape[1])
+    )
 
 
 def _is_plain(value: Any) -> bool:
