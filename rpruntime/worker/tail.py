@@ -52,6 +52,10 @@ _PASSING = {
 """Nodes of the graph that save no tensor: of additions and views."""
 
 
+_OF_LEAVES = 2**64 - 1
+"""The sequence number of nodes that take gradients for leaves; others count up in their thread."""
+
+
 class Tail:
     """Of one layer: finds its last product and leaves it out where only the graph is wanted."""
 
@@ -130,17 +134,14 @@ class Tail:
 
 
 def _only_passes(product: Any, value: Any) -> bool:
-    """Whether the result of a node of the graph comes to a layer's outputs, and every node that uses it, or what is
-    made of it, only passes it on."""
+    """Whether the result of a node of the graph comes to a layer's outputs, and all nodes that were made after it, so
+    all that use it, only pass on what they get."""
     outputs = [tensor.grad_fn for tensor in tensors_within(value)]
     if product is None or product not in _reached(outputs, through=_PASSING):
         return False
-    tail = {node for node in _reached(outputs) if product in _reached([node], through=_PASSING)}
-    return all(
-        node.name() in _PASSING
-        for node in _reached(outputs)
-        if node is not product and any(following in tail for following, _ in node.next_functions)
-    )
+    made = product._sequence_nr()
+    later = (node for node in _reached(outputs) if made < node._sequence_nr() < _OF_LEAVES)
+    return all(node.name() in _PASSING for node in later)
 
 
 def _reached(start: list[Any], through: set[str] | None = None) -> set[Any]:
