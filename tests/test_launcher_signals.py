@@ -237,7 +237,9 @@ def test_child_dies(tmp_path: Path, number: signal.Signals, words: str, how) -> 
 def test_out_of_memory_is_named(tmp_path: Path) -> None:
     with no_leaks() as watch, small_cgroup(f"rpruntime-test-{os.getpid()}", 160 << 20) as cgroup:
         (tmp_path / "train.py").write_text("import time\ntime.sleep(60)")
-        join = f'echo $$ > {cgroup}/cgroup.procs; exec "$@"'
+        # while the eater is being taken apart, the kernel must not pick another one
+        spare = "echo -1000 > /proc/self/oom_score_adj 2>/dev/null"
+        join = f'{spare}; echo $$ > {cgroup}/cgroup.procs; exec "$@"'
         run = Run(tmp_path, watch, ["sh", "-c", join, "sh", *LAUNCH, "train.py"], FAKE_EAT="worker-0.1=yes")
         wait_until(lambda: " died: " in run.err, 40.0, "it has eaten too much")
         run.popen.terminate()

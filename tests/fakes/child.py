@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 from rpruntime.process import start_child
 
@@ -76,6 +77,7 @@ def main() -> None:
         play_status()
     child.ready({"device": child.device, "visible": os.environ.get("CUDA_VISIBLE_DEVICES"), "pid": os.getpid()})
     if chosen("EAT"):
+        Path("/proc/self/oom_score_adj").write_text("1000")
         eaten = []
         while True:
             eaten.append(b"x" * (8 << 20))
