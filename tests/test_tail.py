@@ -99,6 +99,14 @@ class ChangesItsInput(Block):
         return y + x
 
 
+class ChangesItsInputLater(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        z = x + self.inner(x.clone())
+        with torch.no_grad():
+            x.mul_(2)
+        return z
+
+
 class Deciding(Block):
     def forward(self, x: Tensor) -> Tensor:
         y = x + self.inner(x)
@@ -263,9 +271,9 @@ class Half(Block):
         return x + self.inner(x)
 
 
-LEFT_OUT = [Block, WithoutBias, Alone, TwoInARow, Twice, Half, Caught]
-NEEDED = [InATuple, Transposed, Normed, Dropped, InPlace, ChangesItsInput, Deciding, Custom, Autocast]
-NEEDED += [HiddenSaver, HiddenKeeper, Hooked, OutputHooked, Sparse, Wrapped, SaverBeside, SavedOutput, InAThread]
+LEFT_OUT = [Block, WithoutBias, Alone, TwoInARow, Twice, Half, Caught, Sparse, ChangesItsInput]
+NEEDED = [InATuple, Transposed, Normed, Dropped, InPlace, ChangesItsInputLater, Deciding, Custom, Autocast]
+NEEDED += [HiddenSaver, HiddenKeeper, Hooked, OutputHooked, Wrapped, SaverBeside, SavedOutput, InAThread]
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -344,6 +352,42 @@ def test_nothing_stays_alive() -> None:
         alive = StorageWeakRef(value.untyped_storage())
         del value
         assert alive.expired()
+
+
+class Adapted(Block):
+    """A small product beside the large one, as adapters add it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2 * WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+        self.down.requires_grad_(False)
+
+    def inner(self, x: Tensor) -> Tensor:
+        hidden = F.silu(self.up(self.norm(x)))
+        return self.down(hidden) + self.b(self.a(F.dropout(hidden, 0.1))) * 0.5
+
+
+class ChangedBeside(Adapted):
+    """What the large product reads is changed after it."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        hidden = F.silu(self.up(self.norm(x))).detach()
+        y = self.down(hidden)
+        hidden.mul_(2)
+        return y + self.b(self.a(hidden.clone()))
+
+
+@pytest.mark.parametrize("kind, each", [(Adapted, 3), (ChangedBeside, 0)])
+def test_what_is_beside_the_product_is_computed(kind: type[Block], each: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tail, "MIN_FLOPS", 2 * 3 * 2 * WIDTH * WIDTH)  # of the large one
+    torch.manual_seed(0)
+    layer = kind()
+    left_out, counts = Tail(layer), []
+    for _ in range(3):
+        found, expected = gradients(layer, left_out.run, (3, WIDTH)), gradients(layer, layer, (3, WIDTH))
+        counts.append(left_out.num_left_out)
+        assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+    assert counts == [0, each, each]
 
 
 def test_a_copy_of_the_linear_begins_nothing() -> None:

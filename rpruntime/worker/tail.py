@@ -7,9 +7,10 @@ made anew, so the product's node is needed, but not its kernel.
 
     first recomputation    looks at the graph: which Linear is called last whose output comes to the layer's own through
                            additions and views, and is used by nothing else?
-    later ones             from that call on, products and additions are put off. Whatever else is launched has all of
-                           them done first. So have results that somebody still holds when the layer returns, a closure
-                           or a Function that saved one without launching anything. The rest is never computed.
+    later ones             that product is put off, and additions to it. Whatever else reads their results, or changes
+                           anything in place, has them computed first. So has whoever still holds one when the layer
+                           returns: a closure, or a Function that saved it without launching anything. The rest is
+                           never computed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rpruntime.store.arena import poisons
 from rpruntime.worker.segment import tensors_within
@@ -50,6 +52,10 @@ _PASSING = {
     "PermuteBackward0", "UnsqueezeBackward0", "SqueezeBackward1", "AliasBackward0",
 }  # fmt: skip
 """Nodes of the graph that save no tensor: of additions and views."""
+_BESIDE = _PASSING | {
+    "MmBackward0", "AddmmBackward0", "TBackward0", "MulBackward0", "NativeDropoutBackward0", "ToCopyBackward0",
+}  # fmt: skip
+"""Nodes that may be made after the product where they do not use it (an adapter's), and launch nothing unseen."""
 
 
 _OF_LEAVES = 2**64 - 1
@@ -134,14 +140,15 @@ class Tail:
 
 
 def _only_passes(product: Any, value: Any) -> bool:
-    """Whether the result of a node of the graph comes to a layer's outputs, and all nodes that were made after it, so
-    all that use it, only pass on what they get."""
+    """Whether the result of a node of the graph comes to a layer's outputs, and all nodes that use it, or what comes of
+    it, only pass it on."""
     outputs = [tensor.grad_fn for tensor in tensors_within(value)]
     if product is None or product not in _reached(outputs, through=_PASSING):
         return False
     made = product._sequence_nr()
-    later = (node for node in _reached(outputs) if made < node._sequence_nr() < _OF_LEAVES)
-    return all(node.name() in _PASSING for node in later)
+    later = {node for node in _reached(outputs) if made < node._sequence_nr() < _OF_LEAVES}
+    using = {node for node in later if product in _reached([node])}
+    return all(node.name() in (_PASSING if node in using else _BESIDE) for node in later)
 
 
 def _reached(start: list[Any], through: set[str] | None = None) -> set[Any]:
@@ -184,10 +191,9 @@ class _Operation:
 
 
 class PutOff(TorchDispatchMode):
-    """Puts products off, and additions to their results, until something else is launched.
+    """Puts the first product off, and additions to its result, until somebody reads them.
 
-    It sits below autograd: nodes are made as always, and save the tensors whose memory is written later. So a product
-    that reads what is put off has that computed first (it saves its inputs), and an addition need not.
+    It sits below autograd: nodes are made as always, and save the tensors whose memory is written later.
     """
 
     supports_higher_order_operators = True
@@ -198,6 +204,9 @@ class PutOff(TorchDispatchMode):
         self.was_needed = False
         """Whether a product was computed after all."""
         self._poisons = poisons()
+        self._has_begun = False
+        self._sources: set[int] = set()
+        """Storages of what is put off is computed from; the operations keep them."""
         self._waiting: list[_Operation] = []
         self._index: dict[int, int] = {}
         """By storage of a result, its operation. The weak reference keeps the number from being used again."""
@@ -212,22 +221,21 @@ class PutOff(TorchDispatchMode):
         if func in _VIEWS:
             return func(*args, **kwargs)
         operands = tuple(map(self._later, args))
-        is_put_off = any(isinstance(operand, _Later) for operand in operands)
         result = None
-        if func in _PRODUCTS and _is_right(*args):
-            if is_put_off:
-                self._compute()
-                operands = args
+        if func in _PRODUCTS and not self._has_begun and _is_right(*args):
+            self._has_begun = True
             result = args[-2].new_empty(args[-2].shape[0], args[-1].shape[1])
-        elif func is _aten.add.Tensor and is_put_off and _are_alike(*args):
+        elif func is _aten.add.Tensor and any(isinstance(o, _Later) for o in operands) and _are_alike(*args):
             result = torch.empty_like(args[0])
         if result is None:
-            self._compute()
+            if self._waiting and self._needs_what_waits(func, args, kwargs):
+                self._compute()
             return func(*args, **kwargs)
         operation = _Operation(func, operands, kwargs, StorageWeakRef(result.untyped_storage()))
         if self._poisons:
             result.fill_(math.nan)
         self._index[operation.memory.cdata] = len(self._waiting)
+        self._sources |= {operand.untyped_storage()._cdata for operand in operands if _is_plain(operand)}
         self._waiting.append(operation)
         return result
 
@@ -242,6 +250,13 @@ class PutOff(TorchDispatchMode):
         held = (o for o in self._waiting if o.memory.cdata not in returned and not o.memory.expired())
         if hooked or any(held):
             self._compute()
+
+    def _needs_what_waits(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether an operation reads a result that is put off, or may change what one is computed from."""
+        if not isinstance(func, torch._ops.OpOverload):
+            return True
+        used = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _is_plain(leaf)}
+        return bool(used & self._index.keys()) or (func._schema.is_mutable and bool(used & self._sources))
 
     def _later(self, value: Any) -> Any:
         """An operand, or what stands for it if it is put off."""
@@ -263,6 +278,7 @@ class PutOff(TorchDispatchMode):
             results.append(operation.func(*args, **operation.kwargs))
             operation.write(results[-1])
         self._index.clear()
+        self._sources.clear()
 
 
 def _is_right(*operands: Any) -> bool:
