@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rpruntime import records
 from rpruntime.control import events as ev
-from rpruntime.errors import RoundPipeError
+from rpruntime.errors import RoundPipeError, SessionLost, WorkerDied
 from rpruntime.script_optimizer import fill_state, unpatch_optimizer
 from rpruntime.store.layout import optimizer_layout
 from rpruntime.store.limits import read_host_memory
@@ -45,7 +45,9 @@ def close_after_error(model: Model) -> None:
         model.synchronize()
         _keep_optimizer_state(model)
     except Exception as err:
-        log.warning("closing pipe %s after an error: %s: %s", model.name, type(err).__name__, err)
+        known = isinstance(err, SessionLost | WorkerDied)  # the script's error says it
+        level = logging.DEBUG if known else logging.WARNING
+        log.log(level, "closing pipe %s after an error: %s: %s", model.name, type(err).__name__, err)
     finally:
         with contextlib.suppress(Exception):
             end(model)
@@ -66,6 +68,10 @@ def _come_to_rest(model: Model) -> None:
     _keep_optimizer_state(model)
     if failure is not None:
         raise failure
+    with model.client.lock:
+        forgotten = len(model.client.machine.wanted_calls(model.number)) if model.optimizer is not None else 0
+    if forgotten and _iteration(model) == 0:
+        model.say(f"pipe {model.name!r} made {forgotten} calls of forward_backward and no step(): nothing was trained")
 
 
 def _keep_optimizer_state(model: Model) -> None:

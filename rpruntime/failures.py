@@ -195,8 +195,9 @@ def _frame(filename: str, number: int, function: str, source: str) -> str:
 
 
 def install_excepthook() -> None:
-    """Show exceptions with an `rp_context` in the short form; everything else goes where it went before, such
-    exceptions that it was raised from or beside with what the short form has.
+    """Show exceptions with an `rp_context` in the short form, and this package's own without its lines and without
+    others of them that came before; everything else goes where it went before, such exceptions that it was raised from
+    or beside with what the short form has.
     """
     if getattr(sys.excepthook, "_rpruntime", False):
         return
@@ -208,6 +209,10 @@ def install_excepthook() -> None:
             for earlier in _chain(err):
                 if hasattr(earlier, "rp_context"):
                     _explain(earlier, debug)
+            if isinstance(err, RoundPipeError) and not debug:
+                frames = err.__traceback__ = _without_ours(frames)
+                if err.__cause__ is None and all(isinstance(earlier, RoundPipeError) for earlier in _chain(err)):
+                    err.__suppress_context__ = True
             before(kind, err, frames)
             return
         print(format_error(err, frames, debug=debug), file=sys.stderr)

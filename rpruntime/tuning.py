@@ -165,10 +165,7 @@ class Tuner:
             return
         self.plan, self.peak_bytes = found, 0
         self._num_changes += 1
-        text = (
-            f"layers measured: now {found.num_stages} stages ({len(found.forward)} forward, {len(found.backward)} "
-            f"backward), {_ms(then)} ms an iteration expected (was {_ms(now)})"
-        )
+        text = f"layers measured: now {_stages(found)}, {_ms(then)} ms an iteration expected (was {_ms(now)})"
         if self._num_changes <= NUM_ANNOUNCED:
             self._tell(text)
         else:
@@ -225,8 +222,7 @@ class Tuner:
         self._next_look = iteration + REPLAN_INTERVAL
         limit = self._limit()
         self._tell(
-            f"{_out_of_memory(failed)}: now {self.plan.num_stages} stages ({len(self.plan.forward)} forward, "
-            f"{len(self.plan.backward)} backward)" + (f" of at most {gib(limit)}" if limit else "")
+            f"{_out_of_memory(failed)}: now {_stages(self.plan)}" + (f" of at most {gib(limit)}" if limit else "")
         )
 
     def _tell(self, text: str) -> None:
@@ -286,3 +282,10 @@ def _split(plan: ExecutionPlan, layers: range) -> ExecutionPlan:
     if fused.start > plan.backward[0].start:  # the fused stage is shorter, so forward goes on to where it begins
         forward.append(range(plan.backward[0].start, fused.start))
     return ExecutionPlan(forward, [fused, *backward], plan.round_size)
+
+
+def _stages(plan: ExecutionPlan) -> str:
+    """What a plan is, in words."""
+    if plan.num_stages == 1:
+        return "1 stage (all layers fused)"
+    return f"{plan.num_stages} stages ({len(plan.forward)} forward, {len(plan.backward)} backward)"

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 import rpruntime
+from rpruntime import ExecutionPlan
+from rpruntime.errors import ConfigError
 from rpruntime.failures import format_error, install_excepthook, rebuild
 from rpruntime.wire.messages import ErrorInfo
 
@@ -196,3 +198,24 @@ def test_a_chain_that_goes_round(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     first, second, last = ValueError("a"), ValueError("b"), RuntimeError("last")
     first.__cause__, second.__cause__, last.__cause__ = second, first, first
     assert "RuntimeError: last" in _shown_by_the_hook(last, monkeypatch, capsys)
+
+
+def test_an_error_of_ours_is_shown_once_and_without_our_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def uncaught() -> ConfigError:
+        try:
+            try:
+                ExecutionPlan.one_layer_a_stage(3).check_covers(2)
+            finally:  # as closing does
+                ExecutionPlan.one_layer_a_stage(4).check_covers(2)
+        except ConfigError as err:
+            return err
+        raise AssertionError
+
+    text = _shown_by_the_hook(uncaught(), monkeypatch, capsys)
+    assert text.count("ConfigError") == 1 and "the plan has 4 layers" in text
+    assert "in uncaught" in text and "plan.py" not in text
+    monkeypatch.setenv("RPRUNTIME_DEBUG", "1")
+    text = _shown_by_the_hook(uncaught(), monkeypatch, capsys)
+    assert text.count("rpruntime.errors.ConfigError") == 2 and "plan.py" in text

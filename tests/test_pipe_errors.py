@@ -88,7 +88,7 @@ def test_optimizers_that_cannot_step(session: PausedSession) -> None:
         ({"num_microbatches": 2.0}, "num_microbatches"),
         ({"recompute": "all"}, "stage, layer"),
         ({"plan": "best"}, "auto"),
-        ({"plan": ExecutionPlan.one_layer_a_stage(3)}, "covers layers 0 to 2, the model has 2"),
+        ({"plan": ExecutionPlan.one_layer_a_stage(3)}, "the plan has 3 layers, the model 2:"),
         ({"dtype": torch.int8}, "floating torch dtype"),
         ({"grad_scaler": "auto"}, r"rp\.GradScaler"),
         ({"compile": "on"}, "compile"),
@@ -223,6 +223,19 @@ def test_what_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
             first.forward_backward(x, y)
         second.forward_backward(x, y)
         second.close()
+
+
+def test_a_pipe_that_was_never_stepped_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    words = "made 2 calls of forward_backward and no step(): nothing was trained"
+    with inline(quiet=False) as session:
+        for steps in (0, 1):
+            model = linear()
+            with rp.RoundPipe(model, sgd(model), loss_fn=mse, num_microbatches=2, session=session) as pipe:
+                for _ in range(2):
+                    pipe.forward_backward(torch.randn(4, 4), torch.randn(4, 1))
+                for _ in range(steps):
+                    pipe.step()
+            assert (words in capfd.readouterr().err) == (steps == 0)
 
 
 def test_parameters_that_no_group_holds_are_warned_about_in_the_scripts_line(session: PausedSession) -> None:
@@ -809,9 +822,9 @@ def test_layer_outputs_that_cannot_cross_processes(session: PausedSession, make:
     "loss_fn, message",
     [
         (lambda o, y: o - y, r"loss_fn's result is a tensor of shape \(2, 1\)"),
-        (lambda o, y: 3.0, "loss_fn's result is a float"),
+        (lambda o, y: 3.0, "loss_fn's result is a float; return the tensor itself"),
         (lambda o, y: None, "loss_fn's result is a NoneType"),
-        (None, r"the last layer's output \(loss_fn is None\) is a tensor of shape \(2, 1\)"),
+        (None, r"the last layer's output \(loss_fn is None\) is a tensor of shape \(2, 1\); pass loss_fn="),
     ],
 )
 def test_losses_that_are_no_scalar(session: PausedSession, loss_fn: Any, message: str) -> None:

@@ -273,7 +273,7 @@ def test_bad_arguments(change: dict[str, object], message: str) -> None:
     arguments: dict[str, object] = {"num_devices": 2, "num_microbatches": 2, **change}
     with pytest.raises(ConfigError, match=message):
         simulate(UNEVEN, [1.0] * 3, [3.0] * 3, **arguments)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="covers layers 0 to 2, the model has 2 layers"):
+    with pytest.raises(ConfigError, match="the plan has 3 layers, the model 2:"):
         simulate(UNEVEN, [1.0] * 2, [3.0] * 2, num_devices=2, num_microbatches=2)
 
 

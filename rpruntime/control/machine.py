@@ -217,7 +217,7 @@ class ControllerMachine:
         return self._models[model].seed
 
     def wanted_calls(self, model: int) -> tuple[int, ...]:
-        """Calls whose gradients wait for the next step (tests)."""
+        """Calls whose gradients wait for the next step."""
         return tuple(self._models[model].open.wanted)
 
     def unfinished_steps(self, model: int) -> tuple[int, ...]:

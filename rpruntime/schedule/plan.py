@@ -56,8 +56,8 @@ class ExecutionPlan:
         """Raises ConfigError unless this is a plan for a model of `num_layers` layers."""
         if self.num_layers != num_layers:
             raise ConfigError(
-                f"the plan covers layers 0 to {self.num_layers - 1}, the model has {num_layers} layers; make the "
-                "last forward-pass layer the end of backward[0]"
+                f"the plan has {self.num_layers} layers, the model {num_layers}: backward[0] has to end with the "
+                "model's last layer"
             )
 
     def microbatch_rounds(self, num_microbatches: int) -> list[range]:

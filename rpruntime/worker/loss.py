@@ -31,9 +31,13 @@ def loss_of(loss_fn: LossFn, value: Any, *labels: Any) -> tuple[torch.Tensor, di
             if isinstance(result, torch.Tensor)
             else f"a {type(result).__name__}"
         )
-        raise ConfigError(
-            f"the loss must be a tensor with one element, but {what} is {shape}; take its mean, for example"
-        )
+        if not isinstance(result, torch.Tensor):
+            advice = "return the tensor itself (without .item() or float())"
+        elif loss_fn is None:
+            advice = "pass loss_fn=, or take its mean in a layer"
+        else:
+            advice = "take its mean, for example"
+        raise ConfigError(f"the loss must be a tensor with one element, but {what} is {shape}; {advice}")
     return result, metrics
 
 
