@@ -60,6 +60,10 @@ _HELP = {
 }
 
 
+MAX_NAMES = 20
+"""Of cleaned sessions that are told one by one."""
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -175,7 +179,8 @@ def _clean(words: list[str]) -> int:
     for base in base_candidates():
         if list_sessions([base]):
             cleaned += clean_sessions(base, logs="--logs" in given)
-    print("cleaned: " + ", ".join(cleaned) if cleaned else "nothing to clean")
+    more = f" and {len(cleaned) - MAX_NAMES} more" if len(cleaned) > MAX_NAMES else ""
+    print("cleaned: " + ", ".join(cleaned[:MAX_NAMES]) + more if cleaned else "nothing to clean")
     return 0
 
 
