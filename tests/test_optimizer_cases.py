@@ -15,14 +15,16 @@ from torch import Tensor, nn
 import launcher
 import rpruntime as rp
 from rpruntime import ExecutionPlan
-from rpruntime.optimizer.events import KeepOnly
+from rpruntime.optimizer.events import KeepOnly, TellModels
 from rpruntime.optimizer.pieces import Scratch
 from rpruntime.optimizer.units import Unit
 from rpruntime.status import NullStatus
 from rpruntime.store.arena import GROWTH_BYTES, Arena, Store
+from rpruntime.store.handle import Extent, TensorHandle
 from rpruntime.store.layout import packed
 from rpruntime.store.segments import PrivateSegments
 from rpruntime.wire.messages import ParamSpec, SlabPart, UnitSpec
+from rpruntime.wire.succession import ModelRow, ModelState, ReadModelsMsg
 from tests.reference import PausedSession, Times, live_bytes
 
 SOURCES = [Path(package.__file__ or "").parent for package in (rp, launcher)]
@@ -369,6 +371,30 @@ def test_a_model_that_cannot_be_kept_for_another_program_takes_no_other_with_it(
     assert shell._models == {2: second} and second.kept.package is not None
     pipes[1].close()
     assert live_bytes(session).get("optimizer.1", 0) == 0, "nor does it keep memory"
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_only_what_was_made_to_tell_the_models_goes_with_who_was_told(session: PausedSession, whole: bool) -> None:
+    """Weights and the package are the optimizer's, also where a program that reads them all changes nothing."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    pipe = rp.RoundPipe(model, None, loss_fn=identity, num_microbatches=1, session=session)
+    shell = session._optimizer[1]
+    ((number, loaded),) = shell._models.items()
+    keep = KeepOnly({number: tuple(loaded.master)}, {})
+    shell._keep_only(keep)
+    before = shell._arena.live_bytes
+    spec = loaded.msg
+    row = ModelRow(number, spec.name, 0, 0, 0)
+    nowhere = TensorHandle(Extent("", "", 0, 0), 0, (), (), "")
+    state = ModelState(
+        number, nowhere, 0, 0, 0, None, ((0, 1.0),), tuple(loaded.master), tuple(loaded.master), (), (), 0, ()
+    )
+    for _ in range(2):
+        shell._tell_models(TellModels(ReadModelsMsg("controller", whole), ((row, state),)))
+        assert (shell._arena.live_bytes > before) == whole
+        shell._keep_only(keep)
+        assert shell._arena.live_bytes == before
+    pipe.close()
 
 
 def test_a_long_step_is_seen_to_move(session: PausedSession) -> None:

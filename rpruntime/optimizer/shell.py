@@ -363,7 +363,7 @@ class OptimizerShell:
         except HostMemoryError as err:
             self._post.send(instruction.msg.role, ModelsMsg((), describe(err, device=self._post.role)))
             return
-        self._told.update(extents_in(rows))
+        self._told.update(extents_in(tuple((row.state, state.buffers, state.head) for row, state in rows)))
         self._post.send(instruction.msg.role, ModelsMsg(tuple(row for row, _ in rows)))
 
     def _rows_told(self, instruction: ev.TellModels) -> list[tuple[ModelRow, ModelState]]:

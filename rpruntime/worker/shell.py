@@ -82,7 +82,7 @@ class WorkerShell:
         record(self._machine, arena.owner if self._replaces else post.role)
         self._models: dict[int, WorkerModel] = {}
         self._handles: dict[int, TensorHandle] = {}
-        """Where the models' specs lie."""
+        """Where the specs lie of models that are to be built."""
         self._stages: dict[int, Stage] = {}
         self._in_windows = transfers_mode() == "windows"
         self._up: dict[int, Windows] = {}
@@ -213,7 +213,7 @@ class WorkerShell:
             log.log(self._failure_level, "building model %s", msg.name, exc_info=err)
             self._post.send(CONTROLLER, RoleFailedMsg(self._post.role, msg.model, describe(err, phase="load")))
             return
-        self._notebook.add_model(msg, self._handles[msg.model])
+        self._notebook.add_model(msg, self._handles.pop(msg.model))
         self._events.append(ev.ModelBuiltEvent(msg.model))
 
     def _forget(self, instruction: ev.ForgetModel) -> None:
