@@ -26,6 +26,7 @@ from typing import Any
 
 from launcher.names import random_name
 from rpruntime.errors import ConfigError
+from rpruntime.private_files import write_private
 from rpruntime.process import start_time
 
 FORMAT_VERSION = 1
@@ -127,11 +128,7 @@ class SessionFolder:
             "began": self.began,
             "written": time.time(),
         }
-        draft = self.path / ".session.json.new"
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "w") as file:
-            json.dump(body, file, indent=1)
-        draft.replace(self.path / SESSION_FILE)
+        write_private(self.path / SESSION_FILE, json.dumps(body, indent=1).encode())
 
     def remove(self) -> None:
         """Remove all but the logs that say something; the folder too if nothing is left."""

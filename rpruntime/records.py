@@ -9,7 +9,6 @@ Mode 0600, in a folder of mode 0700, replaced as a whole. Parameters are not in 
 from __future__ import annotations
 
 import dataclasses
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -19,20 +18,13 @@ import torch
 
 from rpruntime.errors import ConfigError, RoundPipeError
 from rpruntime.preparing import Prepared
+from rpruntime.private_files import write_private
 from rpruntime.store.arena import dtype_of
 from rpruntime.store.values import put_together, take_apart, why_not_picklable
 
 
 def _path(folder: Path, number: int, part: str = "") -> Path:
     return folder / (f"model-{number}.{part}.pickle" if part else f"model-{number}.pickle")
-
-
-def _write(path: Path, data: bytes) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}.new")
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(data)
-    draft.replace(path)
 
 
 def save_model(folder: Path, number: int, prepared: Prepared) -> None:
@@ -52,7 +44,7 @@ def save_model(folder: Path, number: int, prepared: Prepared) -> None:
         ("param", *places[id(tensor)], tensor.requires_grad) if id(tensor) in places else ("value", tensor.detach())
         for tensor in tensors
     ]
-    _write(_path(folder, number), pickle.dumps({"skeleton": skeleton, "tensors": entries}))
+    write_private(_path(folder, number), pickle.dumps({"skeleton": skeleton, "tensors": entries}))
 
 
 def load_model(folder: Path, number: int) -> Prepared:
@@ -97,7 +89,7 @@ class _ParamStandIns:
 
 def save_part(folder: Path, number: int, part: str, value: Any) -> None:
     """Write a part of a model's record. Raises what pickling it raises."""
-    _write(_path(folder, number, part), cloudpickle.dumps(value))
+    write_private(_path(folder, number, part), cloudpickle.dumps(value))
 
 
 def load_part(folder: Path, number: int, part: str, default: Any) -> Any:

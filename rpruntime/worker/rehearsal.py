@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterable
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 
+from rpruntime.private_files import write_private
 from rpruntime.store.arena import Arena, Store
 from rpruntime.store.handle import Payload, TensorHandle
 from rpruntime.store.segments import PrivateSegments
@@ -98,15 +98,14 @@ class Notebook:
         """Nothing of it runs any more."""
         self._specs.pop(number, None)
         self._seen = {place for place in self._seen if place[0] != number}
-        known = number in self._handles
-        self._handles.pop(number, None)
+        known = self._handles.pop(number, None) is not None
         self._notes = {kind: note for kind, note in self._notes.items() if note.task.model != number}
         if known and self._is_open:
             self._write()
 
     def clear(self) -> None:
         """Nothing of any model runs any more, whoever noted it."""
-        for path in () if self._path is None else (self._path, _taken(self._path), _new(self._path)):
+        for path in () if self._path is None else (self._path, _taken(self._path)):
             with contextlib.suppress(OSError):
                 path.unlink()
 
@@ -141,9 +140,7 @@ class Notebook:
         models = {note.task.model for note in self._notes.values()}
         handles = tuple((number, handle) for number, handle in self._handles.items() if number in models)
         try:
-            with open(_new(self._path), "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-                file.write(pack_struct(RehearsalNotes(handles, tuple(self._notes.values()))))
-            _new(self._path).replace(self._path)
+            write_private(self._path, pack_struct(RehearsalNotes(handles, tuple(self._notes.values()))))
         except Exception as err:  # the disk is full, say: a replacement will start slowly
             log.warning("what a replacement would rehearse cannot be written down: %s: %s", type(err).__name__, err)
 
@@ -151,11 +148,6 @@ class Notebook:
 def _taken(path: Path) -> Path:
     """The notes' name during a rehearsal."""
     return path.with_suffix(".rehearsing")
-
-
-def _new(path: Path) -> Path:
-    """The notes' name while they are written."""
-    return path.with_suffix(".new")
 
 
 def rehearse(path: Path, store: Store, transfers: Transfers, mapped: Iterable[str]) -> RehearsalNotes:
