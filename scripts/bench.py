@@ -16,7 +16,9 @@ import os
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import decoder
@@ -51,13 +53,18 @@ def ceiling(options: argparse.Namespace, whole: bool) -> dict[str, Any]:
 
 
 def ours(options: argparse.Namespace, asynchronous: bool) -> dict[str, Any]:
-    """This project, on the session that rplaunch made."""
+    """This project, on the session that rplaunch made.
+
+    `seconds` has the last step in, which overlaps with no computation; `steady_s` is the median time from one
+    iteration's loss to the next one's; `first_loss_s` is from the wrapped model to its first loss.
+    """
     import rpruntime as rp
 
     head = decoder.OpenHead if options.chunked_head else decoder.Head
     model, vocabulary = decoder.build(options.shape, head=head)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     ids = decoder.batch(vocabulary, options.batch, options.seq)
+    began = time.perf_counter()
     pipe = rp.RoundPipe(
         model,
         optimizer,
@@ -68,9 +75,11 @@ def ours(options: argparse.Namespace, asynchronous: bool) -> dict[str, Any]:
         plan=plan_of(options.plan, len(model)),
     )
     infos = []
+    ends = []
 
     def step() -> Any:
         loss = pipe.forward_backward(ids, ids)
+        ends.append(time.perf_counter())
         infos.append(pipe.step())
         return loss
 
@@ -81,6 +90,8 @@ def ours(options: argparse.Namespace, asynchronous: bool) -> dict[str, Any]:
         "gpus": len(pipe._model.client.session.devices),
         "seconds": seconds,
         "loss": float(loss),
+        "steady_s": median(after - before for before, after in pairwise(ends[-options.iters :])),
+        "first_loss_s": round(ends[0] - began, 1),
         "optimizer_s": round(optimizer_s, 3),
         "gpu_gb": tuner.peak_bytes / 1e9,
         **host_figures(pipe._model.client.session, model, boundary_bytes(options, pipe.plan)),
@@ -238,9 +249,8 @@ def run_row(
 def show(row: dict[str, Any], best: float | None) -> None:
     """One line of the table; `best`: tokens a second of the ceiling on one GPU."""
     ratio = "" if best is None else f"{row['tokens_s'] / best / row['gpus']:.3f}"
-    notes = ", ".join(
-        f"{key} {row[key]}" for key in ("plan", "optimizer_s", "private_gb", "bytes_a_parameter") if key in row
-    )
+    names = ("plan", "steady_s", "first_loss_s", "optimizer_s", "private_gb", "bytes_a_parameter")
+    notes = ", ".join(f"{name} {row[name]}" for name in names if name in row)
     print(
         f"{row['system']:13} {row['gpus']:4} {row['tokens_s']:9,.0f} {row['seconds']:8.3f} {ratio:>6} "
         f"{row.get('gpu_gb', 0):7.1f} {row.get('host_gb', 0):8.1f}  {notes}",
