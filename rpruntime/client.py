@@ -22,7 +22,7 @@ from rpruntime.control.deaths import MAX_TASK_FAILURES
 from rpruntime.control.machine import ControllerMachine
 from rpruntime.control.roster import OPTIMIZER
 from rpruntime.errors import RoundPipeError, SessionLost, WorkerDied
-from rpruntime.interrupts import uninterrupted
+from rpruntime.interrupts import POLL_S, uninterrupted
 from rpruntime.observer import Observer
 from rpruntime.recording import record
 from rpruntime.store.arena import Arena, Store
@@ -54,8 +54,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CHECK_INTERVAL_S = 0.5
-POLL_S = 0.1
 NUMBERS_A_CONTROLLER = 10**9
 """Calls and slots of one controller of a session: their numbers are never used again."""
 Listener = Callable[[Any], None]
@@ -146,14 +144,15 @@ class Client:
         if self._thread is not None:
             return
         self.session.wait_ready()
-        with self._changed:
+        with self.lock:
             for msg in self.session.backlog:
                 self._take(msg)
             self.session.backlog.clear()
             self.observer.roles_ready()
         if not self._inline:
             self._thread = threading.Thread(target=self._receive, name="rpruntime-client", daemon=True)
-            self._thread.start()
+            with uninterrupted():
+                self._thread.start()
 
     def find_models(self) -> None:
         """Learn what earlier controllers of the session have left; once. After an interrupt, call it again."""
@@ -303,16 +302,17 @@ class Client:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         if self._inline:
             self._drive()
-        with self._changed:
-            while not ready():
+        while True:
+            with uninterrupted(), self.lock:  # an interrupt within the condition's own code would leave the lock taken
+                if ready():
+                    return True
                 self.check_alive()
-                left = CHECK_INTERVAL_S if deadline is None else min(CHECK_INTERVAL_S, deadline - time.monotonic())
+                left = POLL_S if deadline is None else min(POLL_S, deadline - time.monotonic())
                 if left <= 0:
                     return False
                 if self._inline:
                     raise RoundPipeError(f"nothing is left to do, but {what} has not come")
                 self._changed.wait(left)
-        return True
 
     def check_alive(self) -> None:
         """Raises what ended the session, or RoundPipeError after `close`."""
@@ -336,14 +336,14 @@ class Client:
                 pass
         except BaseException as err:
             log.exception("in the client's receiver")
-            with self._changed:
+            with self.lock:
                 self._broken = self._broken or err
                 self._changed.notify_all()
 
     def _take_messages(self) -> bool:
         """Take in what has come; False: the client is closed."""
         came = self.session.post.wait(POLL_S)
-        with self._changed:
+        with self.lock:
             if self._closed:
                 return False
             if came:
@@ -438,7 +438,7 @@ class Client:
         busy = True
         while busy:
             busy = self.session.drive()
-            with self._changed:
+            with self.lock:
                 messages = self.session.post.receive()
                 self._take_all(messages)
                 busy = busy or bool(messages)
@@ -453,7 +453,7 @@ class Client:
         atexit.unregister(self._at_exit)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()  # it looks up every POLL_S; the mailbox may be closed only after it
-        with self._changed:
+        with self.lock:
             self.observer.close()
             self._changed.notify_all()
 

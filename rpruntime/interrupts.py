@@ -1,12 +1,20 @@
-"""Keeping Ctrl-C out of a moment in which two sets of books change together."""
+"""Keeping Ctrl-C out of a moment in which two sets of books change together, or a lock is taken.
+
+`with lock:` needs no help, as a lock is C code in which no interrupt is raised. Conditions, events and the start of a
+thread take their locks in Python code: an interrupt there would leave one taken for good.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
+
+POLL_S = 0.1
+"""How late an interrupt may come to a wait."""
 
 
 @contextlib.contextmanager
@@ -24,3 +32,15 @@ def uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         if came:
             before(*came[0])
+
+
+def wait_for(event: threading.Event, timeout_s: float | None = None) -> bool:
+    """`event.wait(timeout_s)`; an interrupt ends it, and leaves the event as it should be."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while not event.is_set():
+        left = POLL_S if deadline is None else min(POLL_S, deadline - time.monotonic())
+        if left <= 0:
+            return False
+        with uninterrupted():
+            event.wait(left)
+    return True

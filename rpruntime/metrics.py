@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from rpruntime.errors import ConfigError
+from rpruntime.interrupts import uninterrupted
 from rpruntime.loading import state_tensors_per_parameter
 from rpruntime.microbatch import CutCall
 from rpruntime.observer import ModelFigures
@@ -90,7 +91,8 @@ class _Feed:
         self._sink, self._what, self._say = sink, what, say
         self._queue: queue.SimpleQueue[tuple[dict[str, Any], int] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="rpruntime-log", daemon=True)
-        self._thread.start()
+        with uninterrupted():
+            self._thread.start()
 
     def put(self, values: dict[str, Any], step: int) -> None:
         self._queue.put((values, step))

@@ -11,6 +11,8 @@ import time
 import warnings
 from collections.abc import Iterator
 
+from rpruntime.interrupts import uninterrupted
+
 _LIBRARY = re.compile(
     r"/(?:site|dist)-packages/(?:torch|transformers|peft)/|/lib/python[\d.]+/(?:copy|pickle|contextlib)\.py$"
 )
@@ -42,12 +44,14 @@ def saying(what: str, *, quiet: bool) -> Iterator[None]:
     started = False
     if not quiet:
         with contextlib.suppress(RuntimeError):  # at Python's end, when no thread can be started any more
-            thread.start()
+            with uninterrupted():
+                thread.start()
             started = True
     try:
         yield
     finally:
-        over.set()
+        with uninterrupted():
+            over.set()
         if started:
             thread.join()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 
 import numpy as np
@@ -13,8 +14,9 @@ import torch
 from torch import nn
 
 import rpruntime as rp
+from rpruntime.client import client_of
 from rpruntime.inline import InlineSession
-from rpruntime.interrupts import uninterrupted
+from rpruntime.interrupts import uninterrupted, wait_for
 from rpruntime.store.arena import Arena, Store
 from rpruntime.store.segments import PrivateSegments
 from rpruntime.worker.transfers import CpuTransfers
@@ -121,6 +123,56 @@ def test_an_interrupt_waits_for_the_end_of_a_block():
     with pytest.raises(KeyboardInterrupt):
         block()
     assert seen == ["whole block"]
+
+
+class Interrupter:
+    """A trace function that sends one interrupt: at the n-th line, call or return of the code that takes locks."""
+
+    def __init__(self, number):
+        self.left = number
+
+    def __call__(self, frame, event, argument):
+        if os.path.basename(frame.f_code.co_filename) in ("threading.py", "interrupts.py"):
+            self.left -= 1
+            if self.left == 0:
+                signal.raise_signal(signal.SIGINT)
+        return self
+
+
+def interrupted_everywhere(wait, take_locks):
+    """Interrupt `wait` once at each place; each time another thread can `take_locks`. How often it was interrupted."""
+    interrupted, number = 0, 1
+    while True:
+        interrupter = Interrupter(number)
+        sys.settrace(interrupter)
+        try:
+            wait()
+        except KeyboardInterrupt:
+            interrupted += 1
+        finally:
+            sys.settrace(None)
+        other = threading.Thread(target=take_locks, daemon=True)
+        other.start()
+        other.join(10)
+        assert not other.is_alive(), f"an interrupt at place {number} has left a lock taken"
+        if interrupter.left > 0:
+            return interrupted
+        number += 1
+
+
+def test_an_interrupt_of_a_wait_leaves_no_lock_taken(session):
+    client, event = client_of(session), threading.Event()
+
+    def take_lock():
+        with client.lock:
+            pass
+
+    def set_and_clear():
+        event.set()
+        event.clear()
+
+    assert interrupted_everywhere(lambda: client.wait(lambda: False, "nothing", timeout_s=0.01), take_lock) > 20
+    assert interrupted_everywhere(lambda: wait_for(event, 0.01), set_and_clear) > 20
 
 
 def test_large_values_that_are_no_tensors_travel(session):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rpruntime.errors import CheckpointError
+from rpruntime.interrupts import wait_for
 from rpruntime.terminal import say
 from rpruntime.wire.messages import StateMsg
 
@@ -43,7 +44,7 @@ class SaveHandle:
         self._saves.work_inline()
         if self._saves.inline and not self._over.is_set():
             raise TimeoutError("the checkpoint waits for work of this inline session")
-        if not self._over.wait(timeout):
+        if not wait_for(self._over, timeout):
             raise TimeoutError(f"the checkpoint was not complete within {timeout} s")
         if self._error is not None:
             raise self._error

@@ -22,6 +22,7 @@ from rpruntime.checkpoints.filling import Filler
 from rpruntime.checkpoints.handle import Save, SaveHandle, SaveNotice
 from rpruntime.control import events as ev
 from rpruntime.errors import CheckpointError, ConfigError
+from rpruntime.interrupts import uninterrupted, wait_for
 from rpruntime.store.limits import read_host_memory
 from rpruntime.terminal import say
 from rpruntime.wire.messages import SnapshotBegunMsg, SnapshotFailedMsg, StateMsg
@@ -108,7 +109,8 @@ class Saves:
             if self._queue and self._thread is None and not self.inline:
                 # no daemon: a script that ends here ends with the checkpoint written
                 thread = threading.Thread(target=self._work, name="rpruntime-checkpoint", daemon=False)
-                thread.start()
+                with uninterrupted():
+                    thread.start()
                 self._thread = thread
 
     def finish(self, *, ending: bool = False) -> None:
@@ -125,7 +127,7 @@ class Saves:
             self.work_inline()
             if self.inline or not running:
                 return
-            running[0].handle._over.wait(CHECK_INTERVAL_S)
+            wait_for(running[0].handle._over, CHECK_INTERVAL_S)
 
     def fail(self, reason: str) -> None:
         """Nothing comes any more: end the saves that have not got everything (under the client's lock)."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rpruntime.interrupts import uninterrupted
 from rpruntime.meter import Commit, SlotInfo
 from rpruntime.trace.chrome import TraceData, write_trace
 from rpruntime.trace.place import check_place
@@ -112,7 +113,8 @@ class Recording:
         self.is_over = True
         if in_background:
             self._thread = threading.Thread(target=self._write, name="rpruntime-trace", daemon=True)
-            self._thread.start()
+            with uninterrupted():
+                self._thread.start()
         else:
             self._write()
 

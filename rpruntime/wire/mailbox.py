@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from rpruntime.interrupts import uninterrupted
 from rpruntime.wire.codec import ProtocolError, decode, encode
 from rpruntime.wire.messages import FenceMsg, ProtocolErrorMsg, RoleDiedMsg
 from rpruntime.wire.succession import ControllerGoneMsg, ResetMsg
@@ -83,7 +84,8 @@ class Mailbox:
         self._path = socket_path(folder, role, incarnation)
         self._context = zmq.Context()
         self._auth = ThreadAuthenticator(self._context, log=logging.getLogger("rpruntime.auth"))
-        self._auth.start()
+        with uninterrupted():
+            self._auth.start()
         self._auth.configure_curve_callback(domain="*", credentials_provider=_SessionKeyOnly(keys[0]))
         self._inbox = self._context.socket(zmq.ROUTER)
         self._inbox.linger = 0
