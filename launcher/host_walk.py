@@ -23,7 +23,7 @@ from rpruntime.loading import gradient_bytes
 from rpruntime.optimizer.units import SHARED_STATE_BYTES
 from rpruntime.schedule.plan import ExecutionPlan
 from rpruntime.store.allocator import align
-from rpruntime.store.arena import Arena, Store
+from rpruntime.store.arena import GRADIENTS, Arena, Store
 from rpruntime.store.handle import Extent
 from rpruntime.store.layout import (
     gradient_layout,
@@ -44,8 +44,8 @@ class Timing:
 
     Attributes:
         weight_bytes: of new weights that are written before a unit's old ones go.
-        slots: that pass, once a slot has committed, before its gradients and the weights that it has read go; its
-            inputs too, but with one device they go at once.
+        slots: that pass, once a slot has committed, before its gradients go; its inputs too, but with one device they
+            go at once.
     """
 
     weight_bytes: int
@@ -97,9 +97,9 @@ class PaperArena(Arena):
         self.live = 0
         self.peak = 0
 
-    def allocate(self, nbytes: int) -> Extent:
+    def allocate(self, nbytes: int, kind: str = "") -> Extent:
         """As `Arena.allocate`."""
-        extent = super().allocate(nbytes)
+        extent = super().allocate(nbytes, kind)
         self.live += align(nbytes)
         self.peak = max(self.peak, self.live)
         return extent
@@ -155,7 +155,7 @@ def walk_optimizer(
     """Asynchronous: weights that the iteration reads while newer ones are there."""
     for plan in plans:
         for _ in range(3):
-            kept = _backward(arena, layout, plan, previous, timing)
+            kept = _backward(arena, layout, plan, previous)
             for size in (size for unit in trained for size in state_sizes.pop(unit.index, [])):
                 arena.allocate(size)
             older = _step(arena, trained, masters, kept, timing, asynchronous)
@@ -171,12 +171,13 @@ def _trained(layout: ModelLayout, stage: range) -> Iterator[Any]:
 
 
 def _backward(
-    arena: PaperArena, layout: ModelLayout, plan: ExecutionPlan, previous: dict[int, Extent], timing: Timing
+    arena: PaperArena, layout: ModelLayout, plan: ExecutionPlan, previous: dict[int, Extent]
 ) -> dict[int, Extent]:
-    """Gradients come, the deepest first, and weights that were read go. Returns where each unit's gradients are."""
+    """The weights that a slot has read go, then its gradients come, deepest first. Returns where each unit's are."""
     kept: dict[int, Extent] = {}
-    leaving: deque[list[Extent]] = deque()
     for stage in plan.backward:
+        read = [u for position in stage for u in layout.layer_units[position] if layout.units[u].positions[0] in stage]
+        arena.free_all(previous.pop(number) for number in read if number in previous)
         for unit in _trained(layout, stage):
             first = kept.get(unit.index)
             nbytes = gradient_layout(unit)[1]
@@ -185,12 +186,6 @@ def _backward(
             elif first.nbytes == nbytes != optimizer_layout(unit)[1]:  # shared: what comes now is added, in fp32
                 kept[unit.index] = arena.allocate(optimizer_layout(unit)[1])
                 arena.free(first)
-        read = [u for position in stage for u in layout.layer_units[position] if layout.units[u].positions[0] in stage]
-        leaving.append([previous.pop(number) for number in read if number in previous])
-        while len(leaving) > timing.slots:
-            arena.free_all(leaving.popleft())
-    for extents in leaving:
-        arena.free_all(extents)
     return kept
 
 
@@ -253,7 +248,7 @@ class WorkersWalk:
         self._timing = timing
         self.arenas = [PaperArena(f"worker-{index}") for index in range(num_devices)]
         for arena in self.arenas:
-            arena.make_room(gradient_bytes(layout) // num_devices)
+            arena.reserve(gradient_bytes(layout) // num_devices, GRADIENTS)
         self.most_activations = 0
         """Bytes between layers in all arenas together, at most."""
         self._activations = 0
@@ -302,7 +297,7 @@ class WorkersWalk:
 
     def _gradients(self, stage: range, arena: PaperArena) -> list[Extent]:
         """Of a slot, deepest layer first; they stay until the optimizer has taken them."""
-        return [arena.allocate(gradient_layout(unit)[1]) for unit in _trained(self._layout, stage)]
+        return [arena.allocate(gradient_layout(unit)[1], GRADIENTS) for unit in _trained(self._layout, stage)]
 
     def _free(self, extent: Extent) -> None:
         next(arena for arena in self.arenas if arena.owner == extent.owner).free(extent)

@@ -160,8 +160,11 @@ def timed(step: Any, finish: Any, options: argparse.Namespace) -> tuple[float, A
 
 
 def boundary_bytes(options: argparse.Namespace, plan: Any) -> int:
-    """Activations between stages at their most: every boundary's, and the gradients of one."""
+    """Activations in host memory at their most: of every boundary between stages, with `--recompute layer` of every
+    layer of the backward stages, and the gradients of one boundary."""
     boundaries = {stage.start for stage in (*plan.forward, *plan.backward)} - {0}
+    if options.recompute == "layer":
+        boundaries |= {position for stage in plan.backward[1:] for position in stage} - {0}
     width = decoder.SHAPES[options.shape][0]
     return (len(boundaries) + 1) * options.batch * options.seq * width * torch.bfloat16.itemsize
 

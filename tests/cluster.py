@@ -339,7 +339,11 @@ class Optimizer:
         return content[1:4]
 
     def _AddSlab(self, i: oe.AddSlab) -> None:
-        self.sums[i.model, i.iteration, i.part.unit].append(self._read(i.part))
+        call, slot, position = self._read(i.part)
+        if "controller" in self.cluster.roles:
+            running = slot in self.cluster.controller.machine._slots
+            assert not running, "the weights that the slot read may still be there"
+        self.sums[i.model, i.iteration, i.part.unit].append((call, slot, position))
 
     def _DropSums(self, i: oe.DropSums) -> None:
         for key in [key for key in self.sums if key[:2] == (i.model, i.iteration)]:

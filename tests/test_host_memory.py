@@ -261,12 +261,12 @@ class Refusing:
         self.fail_at = -1
         allocate = arena_module.Arena.allocate
 
-        def wrapped(arena: Arena, nbytes: int) -> Any:
+        def wrapped(arena: Arena, nbytes: int, kind: str = "") -> Any:
             if arena.owner == owner:
                 self.count += 1
                 if self.count - 1 == self.fail_at:
                     raise HostMemoryError("a shared-memory segment needs 16 MiB, 4 MiB are available")
-            return allocate(arena, nbytes)
+            return allocate(arena, nbytes, kind)
 
         monkeypatch.setattr(arena_module.Arena, "allocate", wrapped)
 

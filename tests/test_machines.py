@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 
@@ -13,6 +14,7 @@ from rpruntime.control import events as ev
 from rpruntime.control.machine import ControllerMachine
 from rpruntime.optimizer.events import (
     AddSlab,
+    DropSums,
     ForgetModel,
     KeepBuffers,
     ModelFilledEvent,
@@ -389,6 +391,67 @@ def test_a_controller_that_detaches_leaves_its_sums_to_the_next_one(seed, deaths
     script.finish()
 
 
+def types(instructions):
+    """Of instructions, and of the messages in them."""
+    return [type(i.msg if isinstance(i, Send) else i) for i in instructions]
+
+
+def two_layers():
+    """A machine with a model of two trainable layers, and the gradients of both in slot 3 of call 7."""
+    spec = make_spec(1, random.Random(3), 2, asynchronous=True, grain="stage")
+    machine = OptimizerMachine(("worker-0",))
+    machine.handle(spec, ModelFilledEvent(1, tuple(Extent("optimizer.1", "x", n, 4) for n in range(len(spec.units)))))
+    slabs = []
+    for position in (1, 0):
+        (unit,) = [unit for unit in spec.layers[position].units if spec.units[unit].trainable]
+        parts = (msgs.SlabPart(unit, Extent("worker-0.1", "y", unit, 4), (True,)),)
+        slabs.append(msgs.SlabReadyMsg(1, 7, 3, position, parts))
+    return machine, slabs
+
+
+TAKEN = [AddSlab, msgs.SlabDoneMsg]
+
+
+def test_gradients_stay_in_the_workers_memory_until_their_slot_is_over():
+    machine, (deep, shallow) = two_layers()
+    assert types(machine.handle(deep)) == []  # before the message that announces it
+    assert types(machine.handle(msgs.ExpectSlabsMsg(1, 0, 7, ((3, 0, 2),)))) == []
+    assert types(machine.handle(deep, shallow, shallow)) == [], "told once more, as after a death"
+    machine.handle(msgs.StepMsg(1, 0, (7,), ({},), None, (7, 0)))
+    out = machine.handle(msgs.SlotOverMsg(1, 7, 3))
+    assert types(out)[:4] == TAKEN * 2 and StepUnit in types(out)
+    assert [i.part for i in out if isinstance(i, AddSlab)] == [*deep.parts, *shallow.parts]
+    assert types(machine.handle(deep)) == []
+
+
+def test_a_slot_may_be_over_before_its_call_is_announced_or_its_gradients_have_come():
+    machine, (deep, shallow) = two_layers()
+    assert types(machine.handle(deep, msgs.SlotOverMsg(1, 7, 3))) == []
+    assert types(machine.handle(msgs.ExpectSlabsMsg(1, 0, 7, ((3, 0, 2),)))) == TAKEN
+    assert types(machine.handle(shallow)) == TAKEN
+
+
+def test_gradients_of_a_sealed_step_are_taken_when_nobody_tells_any_more_which_slots_are_over():
+    machine, (deep, shallow) = two_layers()
+    machine.handle(msgs.ExpectSlabsMsg(1, 0, 7, ((3, 0, 2),)), msgs.StepMsg(1, 0, (7,), ({},), None, (7, 0)), deep)
+    assert types(machine.handle(sc.ControllerGoneMsg(1))) == TAKEN
+    out = types(machine.handle(shallow))
+    assert out[:2] == TAKEN and out.count(StepUnit) == 2
+
+
+def test_gradients_that_wait_for_their_slot_are_let_go_when_nobody_wants_them():
+    machine, (deep, shallow) = two_layers()
+    machine.handle(msgs.ExpectSlabsMsg(1, 0, 7, ((3, 0, 2),)), deep)
+    assert types(machine.handle(msgs.DiscardMsg(1, (7,)))) == [DropSums, msgs.SlabDoneMsg]
+    assert types(machine.handle(shallow)) == [msgs.SlabDoneMsg]
+    machine, (deep, shallow) = two_layers()
+    machine.handle(msgs.ExpectSlabsMsg(1, 0, 7, ((3, 0, 2),)), deep)
+    assert types(machine.handle(msgs.CancelMsg(1, 7, 7))) == [DropSums, msgs.CancelledMsg]
+    assert types(machine.handle(shallow, msgs.ExpectSlabsMsg(1, 0, 8, ((4, 0, 2),)))) == []
+    eighth = [dataclasses.replace(slab, call=8, slot=4) for slab in (deep, shallow)]
+    assert types(machine.handle(*eighth, msgs.SlotOverMsg(1, 8, 4))) == TAKEN * 2
+
+
 def test_gradients_are_kept_when_all_have_come_whatever_link_is_faster():
     spec = make_spec(1, random.Random(3), 2, asynchronous=False, grain="stage")
     assert [sum(spec.units[unit].trainable for unit in layer.units) for layer in spec.layers] == [1, 1]
@@ -399,13 +462,11 @@ def test_gradients_are_kept_when_all_have_come_whatever_link_is_faster():
     def came(position):
         found = [unit for unit in spec.layers[position].units if spec.units[unit].trainable]
         parts = tuple(msgs.SlabPart(unit, Extent("worker-0.1", "y", unit, 4), (True,)) for unit in found)
-        return [
-            type(i.msg if isinstance(i, Send) else i)
-            for i in machine.handle(msgs.SlabReadyMsg(1, 7, 3, position, parts))
-        ]
+        return types(machine.handle(msgs.SlabReadyMsg(1, 7, 3, position, parts)))
 
-    came(1)
+    assert came(1) == []
     assert machine.handle(sc.KeepOpenMsg(1, (7,), 1, ())) == []
+    assert types(machine.handle(msgs.SlotOverMsg(1, 7, 3))) == [AddSlab, msgs.SlabDoneMsg]
     assert came(0) == [AddSlab, msgs.SlabDoneMsg, KeepBuffers, sc.KeptMsg]
     assert machine.handle(sc.KeepOpenMsg(1, (7,), 1, ()))[-1] == Send("controller", sc.KeptMsg(1)), "all are here"
 
@@ -610,6 +671,7 @@ def test_a_step_that_was_to_follow_a_gradient_without_room_is_not_done():
     machine.handle(msgs.ExpectSlabsMsg(1, 0, 7, ((3, 0, 2),)), msgs.StepMsg(1, 0, (7,), ({},), None, (7, 0)))
     parts = tuple(msgs.SlabPart(unit, Extent("worker-0.1", "y", unit, 4), (True,)) for unit in spec.layers[1].units)
     machine.handle(msgs.SlabReadyMsg(1, 7, 3, 1, parts))
+    machine.handle(msgs.SlotOverMsg(1, 7, 3))
     machine.handle(WorkFailedEvent(1, "no room"))
     rest = machine.handle(msgs.SlabReadyMsg(1, 7, 3, 0, ()))
     assert [type(i.msg) for i in rest] == [msgs.SlabDoneMsg], "the worker's memory is free all the same"

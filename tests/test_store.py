@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rpruntime.errors import HostMemoryError
 from rpruntime.store.allocator import ALIGNMENT, Allocator, align
-from rpruntime.store.arena import Arena, Store, view
+from rpruntime.store.arena import GRADIENTS, Arena, Store, view
 from rpruntime.store.segments import PrivateSegments
 from rpruntime.store.values import put_together, take_apart, why_not_picklable
 from rpruntime.worker.pinning import MAX_CHUNK_BYTES, chunks, pin_segment
@@ -79,6 +79,43 @@ def test_an_arena_holds_at_most_two_percent_more_than_large_requests():
         before = found.total_bytes
         found.allocate(nbytes)
         assert found.total_bytes - before <= 1.02 * nbytes
+
+
+def test_kinds_of_extents_lie_apart_so_that_long_ones_find_their_room_again():
+    found = arena()
+    found.reserve(48 << 20, GRADIENTS)
+    for _ in range(3):
+        activations = [found.allocate(4 << 20) for _ in range(4)]
+        gradients = [found.allocate(24 << 20, GRADIENTS) for _ in range(2)]
+        assert {e.segment for e in activations}.isdisjoint(e.segment for e in gradients)
+        found.free_all([*activations, *gradients])
+    assert found.total_bytes == (48 + 16) << 20
+    assert (found.bytes_for(GRADIENTS), found.bytes_for("")) == (48 << 20, 16 << 20)
+
+
+class Limited(PrivateSegments):
+    """A machine that has no more than so many bytes."""
+
+    left = 0
+
+    def create(self, nbytes: int):
+        if nbytes > self.left:
+            raise HostMemoryError("no room")
+        self.left -= nbytes
+        return super().create(nbytes)
+
+
+def test_where_the_machine_has_no_more_a_kind_takes_the_room_of_another():
+    source = Limited()
+    source.left = 32 << 20
+    found = Arena("me.1", source, Store(source))
+    found.reserve(32 << 20, GRADIENTS)
+    first = found.allocate(20 << 20)
+    with pytest.raises(HostMemoryError, match="no room"):
+        found.allocate(20 << 20, GRADIENTS)
+    found.free(first)
+    found.free(found.allocate(20 << 20, GRADIENTS))
+    source.close()
 
 
 def test_an_arena_reuses_what_was_freed():

@@ -8,9 +8,10 @@ from rpruntime.control.events import FinishTask, NoteShortage, NoteTimes
 from rpruntime.control.lifetimes import Lifetimes
 from rpruntime.control.models import Models
 from rpruntime.control.outbox import Outbox
+from rpruntime.control.roster import OPTIMIZER
 from rpruntime.control.slots import Slots
 from rpruntime.control.steps import Steps
-from rpruntime.wire.messages import DataReadyMsg, Key, SlabDoneMsg, SlabReadyMsg, SlotCommittedMsg
+from rpruntime.wire.messages import DataReadyMsg, Key, SlabDoneMsg, SlabReadyMsg, SlotCommittedMsg, SlotOverMsg
 
 
 class Commits:
@@ -83,6 +84,8 @@ class Commits:
                 self._slots.hand_over(released)
         if self._cancels.cancels_call(task.model, task.call):
             return
+        if task.kind in ("fused", "backward"):
+            self._out.send(OPTIMIZER, SlotOverMsg(task.model, task.call, msg.slot))
         if call.coverage is not None:
             self._out.add(FinishTask(task.model, task.call, msg.slot, msg.role, msg.spans, msg.tries))
         if not call.is_running:

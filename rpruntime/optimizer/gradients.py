@@ -8,7 +8,7 @@ from rpruntime.optimizer.models import Models
 from rpruntime.optimizer.outbox import Outbox
 from rpruntime.optimizer.steps import Steps
 from rpruntime.optimizer.succession import Succession
-from rpruntime.wire.messages import DiscardMsg, ExpectSlabsMsg, ReadStateMsg, SlabReadyMsg
+from rpruntime.wire.messages import DiscardMsg, ExpectSlabsMsg, ReadStateMsg, SlabReadyMsg, SlotOverMsg
 
 
 class Gradients:
@@ -26,12 +26,22 @@ class Gradients:
         model.open = None
         model.read_versions[msg.iteration] = msg.version
         for slab in model.sums.expect(msg):
-            self.on_slab(slab)
+            self._take(model, slab)
 
     def on_slab(self, msg: SlabReadyMsg) -> None:
         """A position's gradients have come, maybe of a model that is gone."""
         model = self._models.get(msg.model)
-        if model is not None and model.sums.take(msg, whole=not model.failed):
+        if model is not None and not model.sums.hold(msg):
+            self._take(model, msg)
+
+    def on_slot_over(self, msg: SlotOverMsg) -> None:
+        """A slot has committed, and the weights that it read are free if nobody else reads them."""
+        model = self._models[msg.model]
+        for slab in model.sums.end_slot(msg):
+            self._take(model, slab)
+
+    def _take(self, model: Model, msg: SlabReadyMsg) -> None:
+        if model.sums.take(msg, whole=not model.failed):
             self._steps.start(model)
             self._answer_reads(model)
             self._succession.keep_open(model)

@@ -2,7 +2,8 @@
 
 No sockets, clock, torch or threads.
 
-    ExpectSlabsMsg, SlabReadyMsg --> AddSlab --> SlabDoneMsg: the worker has its room back
+    ExpectSlabsMsg, SlabReadyMsg
+    and SlotOverMsg ---------------> AddSlab --> SlabDoneMsg: the worker has its room back
     StepMsg, when all are in ------> MeasureNorm, StepUnit --> WeightsReadyMsg, at the end StepDoneMsg
     SnapshotMsg -------------------> CopyUnit, between two steps of each unit
 
@@ -59,6 +60,7 @@ from rpruntime.wire.messages import (
     RestoreUnitMsg,
     SetScalerMsg,
     SlabReadyMsg,
+    SlotOverMsg,
     SnapshotEndMsg,
     SnapshotMsg,
     SnapshotWrittenMsg,
@@ -86,6 +88,7 @@ class OptimizerMachine:
             UnloadModelMsg: models.on_unload,
             ExpectSlabsMsg: gradients.on_expect,
             SlabReadyMsg: gradients.on_slab,
+            SlotOverMsg: gradients.on_slot_over,
             DiscardMsg: gradients.on_discard,
             ReadStateMsg: gradients.on_read,
             StepMsg: steps.on_step,

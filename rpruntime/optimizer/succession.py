@@ -79,6 +79,9 @@ class Succession:
         for model in self._models.all():
             model.reads.clear()
             self._saves.end_all(model)
+            for slab in model.sums.stop_holding():
+                model.sums.take(slab, whole=not model.failed)
+            self._steps.start(model)
 
     def on_reset(self, msg: ResetMsg) -> None:
         """The workers have been reset."""

@@ -1,17 +1,18 @@
 """The gradients of a model: which are still to come, and in which order they are added (G_cp).
 
 That is (call, first micro-batch, deepest position first), whatever order they arrive in; slot numbers ascend in it.
+Gradients stay where they are until their slot is over: then the weights that it read have made room for them.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from rpruntime.optimizer.events import AddSlab, DropSums
 from rpruntime.optimizer.outbox import CONTROLLER, Outbox
-from rpruntime.wire.messages import ExpectSlabsMsg, ModelSpec, SlabDoneMsg, SlabPart, SlabReadyMsg
+from rpruntime.wire.messages import ExpectSlabsMsg, ModelSpec, SlabDoneMsg, SlabPart, SlabReadyMsg, SlotOverMsg
 
 SlabId = tuple[int, int, int, int]
 """(call, slot, position, unit)"""
@@ -48,8 +49,11 @@ class Sums:
         """The same of discarded calls."""
         self._newest_call = 0
         """The highest call announced so far."""
-        self._early: list[SlabReadyMsg] = []
-        """Gradients that overtook the message announcing them."""
+        self._over: dict[int, set[int]] = {}
+        """Of each of `calls`, and of those that are not announced yet, its slots that are over."""
+        self._held: dict[int, dict[int, SlabReadyMsg]] = {}
+        """Slot -> position -> gradients that have come before their slot was over."""
+        self._holds = True
 
     def have_come(self, calls: Iterable[int]) -> bool:
         """Whether all gradients of these calls are here."""
@@ -58,7 +62,7 @@ class Sums:
     # --- as they come
 
     def expect(self, msg: ExpectSlabsMsg) -> list[SlabReadyMsg]:
-        """A call's gradients will come. Returns those that have come already, of any call; they are to be taken now."""
+        """A call's gradients will come. Returns those of its slots that are over; they are to be taken now."""
         self._newest_call = max(self._newest_call, msg.call)
         self.calls[msg.call] = msg.iteration
         self._waiting[msg.call] = {(slot, p) for slot, start, stop in msg.slots for p in range(start, stop)}
@@ -67,14 +71,37 @@ class Sums:
                 for unit in self._trainable(position):
                     total = self._sums.setdefault((msg.iteration, unit), _Sum())
                     total.order.append((msg.call, slot, position, unit))
-        early, self._early = self._early, []
-        return early
+        return self._let_go(self._over.setdefault(msg.call, set()))
 
     def _trainable(self, position: int) -> list[int]:
         return [unit for unit in self._spec.layers[position].units if self._spec.units[unit].trainable]
 
+    def hold(self, msg: SlabReadyMsg) -> bool:
+        """Whether a position's gradients stay where they are for now; they may have overtaken what announces them."""
+        known = msg.call in self.calls
+        over_or_gone = msg.slot in self._over[msg.call] if known else msg.call <= self._newest_call
+        if over_or_gone or not self._holds:
+            return False
+        self._held.setdefault(msg.slot, {}).setdefault(msg.position, msg)
+        return True
+
+    def end_slot(self, msg: SlotOverMsg) -> list[SlabReadyMsg]:
+        """A slot is over. Returns those of its gradients that have come; they are to be taken now."""
+        known = msg.call in self.calls
+        if known or msg.call > self._newest_call:
+            self._over.setdefault(msg.call, set()).add(msg.slot)
+        return self._let_go([msg.slot]) if known else []
+
+    def stop_holding(self) -> list[SlabReadyMsg]:
+        """Nobody tells any more which slots are over. Returns what was held; it is to be taken now."""
+        self._holds = False
+        return self._let_go(list(self._held))
+
+    def _let_go(self, slots: Iterable[int]) -> list[SlabReadyMsg]:
+        return [msg for slot in slots for msg in self._held.pop(slot, {}).values()]
+
     def take(self, msg: SlabReadyMsg, *, whole: bool) -> bool:
-        """A position's gradients are here.
+        """A position's gradients are to be added.
 
         Args:
             msg: which; whatever is not added is done with at once.
@@ -89,12 +116,8 @@ class Sums:
             self._turn_away(msg.call, place, slabs)
             return False
         iteration = self.calls.get(msg.call)
-        if iteration is None:
-            if msg.call > self._newest_call:
-                self._early.append(msg)
-            return False
-        if place not in self._waiting[msg.call]:
-            return False  # repeated
+        if iteration is None or place not in self._waiting[msg.call]:
+            return False  # cancelled, or repeated
         parts = {part.unit: part for part in msg.parts}
         for slab in slabs:
             total = self._sums[iteration, slab[3]]
@@ -128,7 +151,7 @@ class Sums:
         """An iteration is over, and so are its calls."""
         self._drop(iteration)
         for call in calls:
-            del self.calls[call], self._waiting[call]
+            del self.calls[call], self._waiting[call], self._over[call]
 
     def discard(self, calls: tuple[int, ...]) -> None:
         """Gradients of these calls, all of an iteration's, are not wanted: those that come later are turned away."""
@@ -137,10 +160,12 @@ class Sums:
             self._done(list(total.arrived))
         self._drop(iteration)
         for call in calls:
-            del self.calls[call]
+            del self.calls[call], self._over[call]
             waiting = self._waiting.pop(call)
             if waiting:
                 self._unwanted[call] = waiting
+        for msg in self._let_go(self._slots_held(calls)):
+            self.take(msg, whole=False)
 
     def cancel(self, first: int, last: int) -> set[int]:
         """Gradients of calls `first` to `last` are neither wanted nor told to be done; returns those known till now."""
@@ -151,9 +176,14 @@ class Sums:
             del self.calls[call], self._waiting[call]
         for call in [call for call in self._unwanted if first <= call <= last]:
             del self._unwanted[call]
-        self._early = [slab for slab in self._early if not first <= slab.call <= last]
+        self._over = {call: slots for call, slots in self._over.items() if not first <= call <= last}
+        self._let_go(self._slots_held(range(first, last + 1)))
         self._newest_call = max(self._newest_call, last)
         return set(gone)
+
+    def _slots_held(self, calls: Container[int]) -> list[int]:
+        """Slots of these calls that have gradients here."""
+        return [slot for slot, held in self._held.items() if next(iter(held.values())).call in calls]
 
     def _drop(self, iteration: int) -> None:
         self._sums = {key: total for key, total in self._sums.items() if key[0] != iteration}
@@ -165,6 +195,7 @@ class Sums:
         left = Sums(self._spec, self._out)
         left.calls = dict.fromkeys(calls, iteration)
         left._waiting = {call: set() for call in calls}
+        left._over = {call: set() for call in calls}
         left._sums = {key: total for key, total in self._sums.items() if calls and key[0] == iteration}
         left._newest_call = self._newest_call
         return left

@@ -21,6 +21,9 @@ def align(nbytes: int) -> int:
 class Allocator:
     """Best-fit free lists over several segments.
 
+    A segment serves one kind of extents: that for which it was made, or whichever takes room there first. So long
+    extents find their room again, whatever short ones come between them.
+
     Invariant: the free runs of a segment are disjoint, sorted, never adjacent but at a span's end, and together with
     the live extents cover it exactly. `span_bytes` is for tests.
     """
@@ -30,11 +33,15 @@ class Allocator:
         self._free: dict[str, list[tuple[int, int]]] = {}  # segment -> sorted (offset, nbytes)
         self._live: dict[tuple[str, int], int] = {}  # (segment, offset) -> nbytes, aligned
         self._sizes: dict[str, int] = {}
+        self._kinds: dict[str, str] = {}
+        """Of segments that serve one."""
 
-    def add_segment(self, segment: str, nbytes: int) -> None:
-        """Take a new segment of `nbytes` into use."""
+    def add_segment(self, segment: str, nbytes: int, kind: str | None = None) -> None:
+        """Take a new segment of `nbytes` into use. `kind` None: for whichever comes first."""
         assert segment not in self._sizes
         self._sizes[segment] = nbytes
+        if kind is not None:
+            self._kinds[segment] = kind
         self._free[segment] = [(start, min(self._span, nbytes - start)) for start in range(0, nbytes, self._span)]
 
     def add_run(self, segment: str, offset: int, nbytes: int) -> None:
@@ -57,20 +64,24 @@ class Allocator:
         self._live[segment, offset] = nbytes
 
     def clear(self) -> None:
-        """Nothing is live any more."""
+        """Nothing is live any more, and whoever comes first has a segment."""
         for segment, offset in list(self._live):
             self.free(segment, offset)
+        self._kinds.clear()
 
     @property
     def segments(self) -> set[str]:
         """The segments in use."""
         return set(self._sizes)
 
-    def allocate(self, nbytes: int) -> tuple[str, int] | None:
-        """(segment, offset) of `nbytes` free bytes from the tightest run, or None: no run is long enough."""
+    def allocate(self, nbytes: int, kind: str | None = "") -> tuple[str, int] | None:
+        """(segment, offset) of `nbytes` free bytes from the tightest run of this kind (None: of any), or None: no such
+        run is long enough."""
         need = align(nbytes)
         best: tuple[int, str, int] | None = None
         for segment, runs in self._free.items():
+            if kind is not None and self._kinds.get(segment, kind) != kind:
+                continue
             for offset, size in runs:
                 if size >= need and (best is None or size < best[0]):
                     best = (size, segment, offset)
@@ -79,6 +90,8 @@ class Allocator:
         if best is None:
             return None
         size, segment, offset = best
+        if kind is not None:
+            self._kinds[segment] = kind
         runs = self._free[segment]
         index = bisect_left(runs, (offset, size))
         if size == need:
@@ -111,3 +124,7 @@ class Allocator:
     def total_bytes(self) -> int:
         """Bytes in all segments."""
         return sum(self._sizes.values())
+
+    def bytes_for(self, kind: str) -> int:
+        """Bytes in segments that serve a kind, or may."""
+        return sum(size for segment, size in self._sizes.items() if self._kinds.get(segment, kind) == kind)

@@ -27,9 +27,13 @@ log = logging.getLogger(__name__)
 
 GROWTH_BYTES = 16 << 20
 GROWTH_FRACTION = 8
-MAX_GROWTH_BYTES = 512 << 20
+MAX_GROWTH_BYTES = 256 << 20
 """A segment made for growth has at least 16 MiB and an eighth of the arena, so that segments stay few; but no more than
-512 MiB that nobody has asked for."""
+256 MiB that nobody has asked for."""
+
+GRADIENTS = "gradients"
+"""The kind of a worker's long extents, which lie apart from activations: else these take room in which the next stage's
+gradients do not fit any more."""
 
 
 POISON_VARIABLE = "RPRUNTIME_POISON"
@@ -170,10 +174,11 @@ class Arena:
         self._noted: list[Extent] | None = None
         """What has been allocated since a block of `all_or_nothing` began."""
 
-    def reserve(self, nbytes: int) -> None:
-        """Make one segment of exactly `nbytes` now. Raises HostMemoryError with the machine's figures."""
+    def reserve(self, nbytes: int, kind: str | None = None) -> None:
+        """Make one segment of exactly `nbytes` now, for a kind of extents or for what comes first. Raises
+        HostMemoryError with the machine's figures."""
         with self._lock:
-            self._grow(nbytes)
+            self._grow(nbytes, kind)
 
     def adopt(self, owner: str, limit_bytes: int) -> tuple[str, ...]:
         """Take over the segments of a dead process, in which nothing is read any more, as long as this arena stays
@@ -219,19 +224,17 @@ class Arena:
             self._allocator.clear()
             self.settle()
 
-    def allocate(self, nbytes: int) -> Extent:
-        """An extent of `nbytes`; the arena grows if it must. Raises HostMemoryError."""
+    def allocate(self, nbytes: int, kind: str = "") -> Extent:
+        """An extent of `nbytes` among those of its kind; the arena grows if it must. Raises HostMemoryError."""
         if nbytes > SPAN_BYTES:
             raise HostMemoryError(
                 f"{gib(nbytes)} in one piece: {gib(SPAN_BYTES)} is the most that is page-locked at once; "
                 "cut the layer or the tensor into smaller ones"
             )
         with self._lock:
-            place = self._allocator.allocate(nbytes)
+            place = self._allocator.allocate(nbytes, kind)
             if place is None:
-                self._grow_for(align(nbytes))
-                place = self._allocator.allocate(nbytes)
-                assert place is not None
+                place = self._place_in_more(nbytes, kind)
             extent = Extent(self.owner, *place, nbytes)
             if self._noted is not None:
                 self._noted.append(extent)
@@ -291,22 +294,39 @@ class Arena:
         """Bytes held from the machine."""
         return self._allocator.total_bytes
 
-    def _grow_for(self, nbytes: int) -> None:
+    def bytes_for(self, kind: str) -> int:
+        """Those of them in which extents of a kind may lie."""
+        return self._allocator.bytes_for(kind)
+
+    def _place_in_more(self, nbytes: int, kind: str) -> tuple[str, int]:
+        """In new memory; among extents of other kinds where the machine has none."""
+        try:
+            self._grow_for(align(nbytes), kind)
+        except HostMemoryError:
+            place = self._allocator.allocate(nbytes, None)
+            if place is None:
+                raise
+            return place
+        place = self._allocator.allocate(nbytes, kind)
+        assert place is not None
+        return place
+
+    def _grow_for(self, nbytes: int, kind: str) -> None:
         """Grow by a large segment, or by a smaller one that still has the room if the machine has no more."""
         enough = max(nbytes, GROWTH_BYTES)
         roomy = max(enough, min(self._allocator.total_bytes // GROWTH_FRACTION, MAX_GROWTH_BYTES))
         if roomy > enough:
             with contextlib.suppress(HostMemoryError):
-                self._grow(roomy)
+                self._grow(roomy, kind)
                 return
-        self._grow(enough)
+        self._grow(enough, kind)
 
-    def _grow(self, nbytes: int) -> None:
+    def _grow(self, nbytes: int, kind: str | None) -> None:
         name, mapping = self._source.create(align(nbytes))
         try:
             self.store.add(name, mapping)
         except BaseException:
             self._source.release(name)
             raise
-        self._allocator.add_segment(name, align(nbytes))
+        self._allocator.add_segment(name, align(nbytes), kind)
         log.info("arena %s grew by %.1f MiB to %.1f", self.owner, nbytes / 2**20, self.total_bytes / 2**20)

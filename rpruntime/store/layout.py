@@ -53,17 +53,13 @@ def spare_bytes(units: Sequence[UnitSpec], asynchronous: bool) -> int:
     """Room beside a version of the weights for the gradients of an iteration, which become the next version, and for
     what is there a little longer.
 
-    That is, when asynchronous, two large units' weights that an iteration reads until its slot is done. Where weights
-    cannot take the place of gradients there is room for them, too: for all when asynchronous, else for two large ones,
-    as the old ones go while the step runs.
+    That is new weights, where they cannot take the place of gradients: for all when asynchronous, else for two large
+    ones, as the old ones go while the step runs. Gradients come in when the weights that their slot read have gone.
     """
     trained = [unit for unit in units if unit.trainable]
     kept = sum(gradient_layout(unit)[1] for unit in trained)
-    beside = [unit.nbytes for unit in trained if asynchronous or not is_replaced_in_place(unit)]
-    late = min(sum(beside), 2 * max(beside, default=0))
-    if not asynchronous:
-        return kept + late
-    return kept + late + sum(unit.nbytes for unit in trained if not is_replaced_in_place(unit))
+    beside = [unit.nbytes for unit in trained if not is_replaced_in_place(unit)]
+    return kept + (sum(beside) if asynchronous else min(sum(beside), 2 * max(beside, default=0)))
 
 
 __all__ = [

@@ -19,7 +19,7 @@ from typing import Any
 from rpruntime.store.handle import Extent, Payload, TensorHandle
 from rpruntime.wire.codec import message, struct
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 Key = tuple[Any, ...]
 
@@ -541,6 +541,17 @@ class ExpectSlabsMsg:
     call: int
     slots: tuple[tuple[int, int, int], ...]
     version: int = 0
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class SlotOverMsg:
+    """Controller to optimizer: a slot with gradients has committed. The weights that it read were freed before, if
+    nobody else reads them."""
+
+    model: int
+    call: int
+    slot: int
 
 
 @message

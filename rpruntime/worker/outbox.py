@@ -58,9 +58,9 @@ class Outbox:
         """Announce something when its copies are there."""
         self.waiting.append(Publication(event, copies))
 
-    def allocate(self, nbytes: int) -> Extent:
-        """Room in the arena."""
-        extent = self._arena.allocate(nbytes)
+    def allocate(self, nbytes: int, kind: str = "") -> Extent:
+        """Room in the arena, among extents of the kind."""
+        extent = self._arena.allocate(nbytes, kind)
         self.own.append(extent)
         return extent
 

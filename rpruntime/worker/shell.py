@@ -11,7 +11,7 @@ from typing import Any
 
 from rpruntime.recording import record
 from rpruntime.status import NullStatus, StatusWriter
-from rpruntime.store.arena import Arena
+from rpruntime.store.arena import GRADIENTS, Arena
 from rpruntime.store.handle import TensorHandle
 from rpruntime.trace.spans import MESSAGES
 from rpruntime.wire.codec import unpack_struct
@@ -204,8 +204,9 @@ class WorkerShell:
         sys.path.extend(path for path in msg.python_path if path not in sys.path)
         try:
             # a replacement grows as it must: it will adopt what its predecessor had
-            if msg.worker_bytes > self._arena.total_bytes and not self._replaces:
-                self._arena.reserve(msg.worker_bytes - self._arena.total_bytes)
+            missing = msg.worker_bytes - self._arena.bytes_for(GRADIENTS)
+            if missing > 0 and not self._replaces:
+                self._arena.reserve(missing, GRADIENTS)
             self._models[msg.model] = WorkerModel(msg, self._arena.store, self._transfers.device)
         except Exception as err:
             if self._replaces:

@@ -20,7 +20,7 @@ import torch
 from rpruntime.errors import ConfigError
 from rpruntime.seeds import layer_seed
 from rpruntime.status import NullStatus, StatusWriter
-from rpruntime.store.arena import POISON, Arena, poisons
+from rpruntime.store.arena import GRADIENTS, POISON, Arena, poisons
 from rpruntime.store.handle import Extent, Payload, TensorHandle
 from rpruntime.store.values import SINGLE_TENSOR, put_together, take_apart, why_not_picklable
 from rpruntime.wire.messages import CallMsg, Key, SlabPart, SlotTask
@@ -464,7 +464,7 @@ class Stage:
                 if found is None:
                     continue
                 slab, present = found
-                extent = self._outbox.allocate(slab.nbytes)
+                extent = self._outbox.allocate(slab.nbytes, GRADIENTS)
                 copies.append(self._transfers.download_pieces(slab, self._store.bytes_of(extent)))
                 parts.append(SlabPart(unit.index, extent, present))
             self._outbox.add(SlabEvent(self.task.slot, position, tuple(parts)), copies)
