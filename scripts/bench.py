@@ -172,31 +172,36 @@ def boundary_bytes(options: argparse.Namespace, plan: Any) -> int:
 def host_figures(session: Any, model: Any, boundaries: int) -> dict[str, Any]:
     """Shared memory and what all processes have beside it; without activations between stages, bytes a parameter."""
     held = session.segments.held_bytes()
-    private = private_bytes()
+    each = private_bytes()
+    private = sum(each.values())
     parameters = sum(parameter.numel() for parameter in model.parameters())
     used = sum(held.values()) + private
     return {
         "host_gb": used / 1e9,
         "private_gb": private / 1e9,
+        "private_by_process_gb": {name: round(nbytes / 1e9, 2) for name, nbytes in each.items()},
         "shared_gb": {owner: round(nbytes / 1e9, 2) for owner, nbytes in held.items()},
         "bytes_a_parameter": round((used - boundaries) / parameters, 2),
     }
 
 
-def private_bytes() -> int:
-    """Resident memory of this session's processes beside shared memory; pages that several have are counted once."""
+def private_bytes() -> dict[str, int]:
+    """Resident memory of this session's processes beside shared memory, by the process's name; of a page that several
+    have, each has its part."""
     folder = os.environ.get("RPRUNTIME_SESSION", "")
-    total = 0
+    found: dict[str, int] = {}
     for entry in Path("/proc").iterdir():
         try:
             variables = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
             parent = f"RPRUNTIME_SESSION={folder}" in variables or f"RPRUNTIME_FOLDER={folder}" in variables
             if folder and (parent or entry.name == str(os.getppid())):
                 rows = (entry / "smaps_rollup").read_text().splitlines()
-                total += sum(int(row.split()[1]) << 10 for row in rows if row.startswith(("Pss_Anon:", "Pss_File:")))
+                name = (entry / "comm").read_text().strip()
+                nbytes = sum(int(row.split()[1]) << 10 for row in rows if row.startswith(("Pss_Anon:", "Pss_File:")))
+                found[name] = found.get(name, 0) + nbytes
         except (OSError, NotADirectoryError):
             continue
-    return total
+    return found
 
 
 def table(options: argparse.Namespace) -> int:
