@@ -20,6 +20,7 @@ import torch
 from launcher.meta_run import LayerCost
 from rpruntime.layout import ModelLayout
 from rpruntime.loading import gradient_bytes
+from rpruntime.optimizer.sums import SMALL_SLOT
 from rpruntime.optimizer.units import SHARED_STATE_BYTES
 from rpruntime.schedule.plan import ExecutionPlan
 from rpruntime.store.allocator import align
@@ -173,12 +174,18 @@ def _trained(layout: ModelLayout, stage: range) -> Iterator[Any]:
 def _backward(
     arena: PaperArena, layout: ModelLayout, plan: ExecutionPlan, previous: dict[int, Extent]
 ) -> dict[int, Extent]:
-    """The weights that a slot has read go, then its gradients come, deepest first. Returns where each unit's are."""
+    """The weights that a small slot has read go, then its gradients come, deepest first; a large one's come before.
+    Returns where each unit's are."""
     kept: dict[int, Extent] = {}
+    trained = sum(unit.nbytes for unit in layout.units if unit.trainable)
     for stage in plan.backward:
+        units = list(_trained(layout, stage))
         read = [u for position in stage for u in layout.layer_units[position] if layout.units[u].positions[0] in stage]
-        arena.free_all(previous.pop(number) for number in read if number in previous)
-        for unit in _trained(layout, stage):
+        leaving = [previous.pop(number) for number in read if number in previous]
+        is_small = sum(unit.nbytes for unit in {unit.index: unit for unit in units}.values()) <= trained * SMALL_SLOT
+        if is_small:
+            arena.free_all(leaving)
+        for unit in units:
             first = kept.get(unit.index)
             nbytes = gradient_layout(unit)[1]
             if first is None:
@@ -186,6 +193,8 @@ def _backward(
             elif first.nbytes == nbytes != optimizer_layout(unit)[1]:  # shared: what comes now is added, in fp32
                 kept[unit.index] = arena.allocate(optimizer_layout(unit)[1])
                 arena.free(first)
+        if not is_small:
+            arena.free_all(leaving)
     return kept
 
 

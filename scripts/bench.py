@@ -190,7 +190,7 @@ def private_bytes() -> dict[str, int]:
     have, each has its part."""
     folder = os.environ.get("RPRUNTIME_SESSION", "")
     found: dict[str, int] = {}
-    for entry in Path("/proc").iterdir():
+    for entry in Path("/proc").glob("[0-9]*"):
         try:
             variables = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
             parent = f"RPRUNTIME_SESSION={folder}" in variables or f"RPRUNTIME_FOLDER={folder}" in variables

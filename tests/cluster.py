@@ -341,8 +341,10 @@ class Optimizer:
     def _AddSlab(self, i: oe.AddSlab) -> None:
         call, slot, position = self._read(i.part)
         if "controller" in self.cluster.roles:
-            running = slot in self.cluster.controller.machine._slots
-            assert not running, "the weights that the slot read may still be there"
+            slots = self.cluster.controller.machine._slots
+            sums = self.machine._models[i.model].sums
+            held = slot in slots and sums._is_small(range(*slots[slot].task.layers))
+            assert not held, "the weights that the slot read may still be there"
         self.sums[i.model, i.iteration, i.part.unit].append((call, slot, position))
 
     def _DropSums(self, i: oe.DropSums) -> None:

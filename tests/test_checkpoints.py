@@ -27,7 +27,7 @@ from rpruntime.optimizer import events as oe
 from rpruntime.optimizer.machine import OptimizerMachine
 from rpruntime.wire import messages as msgs
 from rpruntime.wire.codec import encode
-from tests.leaks import no_leaks
+from tests.leaks import no_leaks, wait_until
 from tests.reference import inline, one_thread
 from tests.test_processes import inline_result
 
@@ -769,6 +769,8 @@ def test_an_interrupted_writer_does_not_take_later_saves_with_it(tmp_path, monke
         with pytest.raises(rp.CheckpointError, match="SystemExit"):
             handle.result(20.0)
         saves.finish()
+        # it would look for the next save before the script has sent it, and inline that means never
+        wait_until(lambda: saves._thread is None, 10, "the writer ends")
         monkeypatch.setattr(CheckpointWriter, "_write", write)
         assert pipe.save_checkpoint(tmp_path).result(20.0) == str(tmp_path / "step-0")
         pipe.close()

@@ -239,16 +239,19 @@ def test_a_slab_that_does_not_fit_makes_a_segment() -> None:
 
 
 def test_gradients_come_where_the_weights_of_their_slot_were() -> None:
+    """But for a slot that has more than a quarter of the model: its gradients come before its end."""
     model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(4)])  # 16 MiB each
     layout = lay_out(model, torch.optim.SGD(model.parameters()), None, None)
-    found = {}
-    for last in (1, 2):
-        plan = ExecutionPlan([range(0, last)], [range(last, 4), range(0, last)])
-        found[last] = [walk_optimizer(layout, 0, True, True, timing, [plan]).peak for timing in (PROMPT, LATE)]
     # weights, fp32 copy, and gradients, which become the next weights
     base = 3 * 4 * 16 * MIB
-    assert found == {1: [base] * 2, 2: [base] * 2}
-    assert walk_optimizer(layout, 0, True, False, LATE, [plan]).peak == base
+    for plan, more in (
+        (ExecutionPlan.one_layer_a_stage(4), 0),
+        (ExecutionPlan([range(0, 2)], [range(2, 4), range(0, 2)]), 2 * 16 * MIB),
+        (ExecutionPlan([], [range(0, 4)]), 4 * 16 * MIB),
+    ):
+        found = [walk_optimizer(layout, 0, True, True, timing, [plan]).peak for timing in (PROMPT, LATE)]
+        assert found == [base + more] * 2
+        assert walk_optimizer(layout, 0, True, False, LATE, [plan]).peak == base
 
 
 def test_weights_that_cannot_take_the_gradients_place_need_their_own() -> None:

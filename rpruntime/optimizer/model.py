@@ -36,6 +36,8 @@ class RunningStep:
     msg: StepMsg
     to_step: set[int] = field(default_factory=set)
     """Units that it has not published."""
+    queue: deque[StepUnit] = field(default_factory=deque)
+    """Units whose turn has not come. One at a time is given out: gradients that come meanwhile are taken first."""
     held_back: dict[int, StepUnit] = field(default_factory=dict)
     """Units that a snapshot has to copy first."""
     norm: float | None = None
@@ -111,7 +113,7 @@ class Model:
         return self.spec.model
 
     def trainable_units(self) -> list[UnitSpec]:
-        """In the order of steps, shallow ones first: the next forward waits for those."""
+        """Shallow ones first."""
         return sorted((unit for unit in self.spec.units if unit.trainable), key=lambda unit: unit.positions[0])
 
     def publish(self, version: int, units: Iterable[tuple[int, Extent]]) -> None:

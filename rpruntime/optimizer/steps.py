@@ -3,6 +3,10 @@
     StepMsg --> start --> NormEvent, if it is needed --> UnitSteppedEvent of each unit --> the buffers --> FinishStep
 
 P_cp follows each unit's step at once, into a slab that nobody reads.
+
+Shallow units are stepped first, as the next forward waits for those. Not so when asynchronous: an iteration that runs
+beside the step still reads the version before, and its gradients come deepest first, each into the room of a version
+that stays until there is a newer one. Slots that hold much of the model find no such room, and end late.
 """
 
 from __future__ import annotations
@@ -88,14 +92,21 @@ class Steps:
         unchanged = [unit.index for unit in model.spec.units if step.skipped or not unit.trainable]
         step.to_step = set(changed)
         model.previous = dict(model.master)
-        for unit in changed:
-            instruction = StepUnit(model.number, msg.step, unit, msg.groups, factor, inverse)
-            if self._saves.holds_back(model, unit, msg.step):
-                step.held_back[unit] = instruction
-            else:
-                self._out.add(instruction)
+        if model.spec.asynchronous and model.sums.come_in_small_slots(msg.calls):
+            changed.reverse()
+        step.queue.extend(StepUnit(model.number, msg.step, unit, msg.groups, factor, inverse) for unit in changed)
+        self._step_next(model, step)
         model.publish(msg.step + 1, [(unit, model.master[unit]) for unit in unchanged])
         self._finish(model)
+
+    def _step_next(self, model: Model, step: RunningStep) -> None:
+        """The next unit that no save holds back."""
+        while step.queue:
+            instruction = step.queue.popleft()
+            if not self._saves.holds_back(model, instruction.unit, step.msg.step):
+                self._out.add(instruction)
+                return
+            step.held_back[instruction.unit] = instruction
 
     def on_unit_stepped(self, event: UnitSteppedEvent) -> None:
         """A unit has new weights."""
@@ -106,6 +117,7 @@ class Steps:
         model.publish(event.step + 1, [(event.unit, event.extent)])
         if model.running is not None:
             model.running.to_step.discard(event.unit)
+            self._step_next(model, model.running)
         self._finish(model)
 
     def on_buffers(self, msg: DataReadyMsg) -> None:

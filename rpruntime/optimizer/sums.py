@@ -1,7 +1,8 @@
 """The gradients of a model: which are still to come, and in which order they are added (G_cp).
 
 That is (call, first micro-batch, deepest position first), whatever order they arrive in; slot numbers ascend in it.
-Gradients stay where they are until their slot is over: then the weights that it read have made room for them.
+Gradients of small slots stay where they are until their slot is over: then the weights that it read have made room for
+them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ from dataclasses import dataclass, field
 from rpruntime.optimizer.events import AddSlab, DropSums
 from rpruntime.optimizer.outbox import CONTROLLER, Outbox
 from rpruntime.wire.messages import ExpectSlabsMsg, ModelSpec, SlabDoneMsg, SlabPart, SlabReadyMsg, SlotOverMsg
+
+SMALL_SLOT = 1 / 4
+"""Of the model's trained bytes, at most: the gradients of larger slots are taken as they come. They would all lie in a
+worker's memory until the slot's end, and the step would begin that much later."""
 
 SlabId = tuple[int, int, int, int]
 """(call, slot, position, unit)"""
@@ -50,7 +55,10 @@ class Sums:
         self._newest_call = 0
         """The highest call announced so far."""
         self._over: dict[int, set[int]] = {}
-        """Of each of `calls`, and of those that are not announced yet, its slots that are over."""
+        """Of each of `calls`, and of those that are not announced yet, its slots whose gradients need not wait: those
+        that are over, and large ones."""
+        self._large: set[int] = set()
+        """Those of `calls` that have large slots."""
         self._held: dict[int, dict[int, SlabReadyMsg]] = {}
         """Slot -> position -> gradients that have come before their slot was over."""
         self._holds = True
@@ -71,7 +79,21 @@ class Sums:
                 for unit in self._trainable(position):
                     total = self._sums.setdefault((msg.iteration, unit), _Sum())
                     total.order.append((msg.call, slot, position, unit))
-        return self._let_go(self._over.setdefault(msg.call, set()))
+        large = {slot for slot, start, stop in msg.slots if not self._is_small(range(start, stop))}
+        if large:
+            self._large.add(msg.call)
+        over = self._over.setdefault(msg.call, set())
+        over |= large
+        return self._let_go(over)
+
+    def _is_small(self, positions: range) -> bool:
+        units = {unit for position in positions for unit in self._trainable(position)}
+        trained = sum(unit.nbytes for unit in self._spec.units if unit.trainable)
+        return sum(self._spec.units[unit].nbytes for unit in units) <= trained * SMALL_SLOT
+
+    def come_in_small_slots(self, calls: Iterable[int]) -> bool:
+        """Whether no slot of these calls is a large one."""
+        return self._large.isdisjoint(calls)
 
     def _trainable(self, position: int) -> list[int]:
         return [unit for unit in self._spec.layers[position].units if self._spec.units[unit].trainable]
@@ -152,6 +174,7 @@ class Sums:
         self._drop(iteration)
         for call in calls:
             del self.calls[call], self._waiting[call], self._over[call]
+        self._large.difference_update(calls)
 
     def discard(self, calls: tuple[int, ...]) -> None:
         """Gradients of these calls, all of an iteration's, are not wanted: those that come later are turned away."""
@@ -161,6 +184,7 @@ class Sums:
         self._drop(iteration)
         for call in calls:
             del self.calls[call], self._over[call]
+            self._large.discard(call)
             waiting = self._waiting.pop(call)
             if waiting:
                 self._unwanted[call] = waiting
@@ -177,6 +201,7 @@ class Sums:
         for call in [call for call in self._unwanted if first <= call <= last]:
             del self._unwanted[call]
         self._over = {call: slots for call, slots in self._over.items() if not first <= call <= last}
+        self._large = {call for call in self._large if not first <= call <= last}
         self._let_go(self._slots_held(range(first, last + 1)))
         self._newest_call = max(self._newest_call, last)
         return set(gone)
@@ -196,6 +221,7 @@ class Sums:
         left.calls = dict.fromkeys(calls, iteration)
         left._waiting = {call: set() for call in calls}
         left._over = {call: set() for call in calls}
+        left._large = self._large.intersection(calls)
         left._sums = {key: total for key, total in self._sums.items() if calls and key[0] == iteration}
         left._newest_call = self._newest_call
         return left
