@@ -60,6 +60,9 @@ def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return import_module(f"rpruntime.{name}")
     if name in _HOME:
+        from rpruntime.failures import install_excepthook
+
+        install_excepthook()  # a script uses the package: our errors are shown without our lines
         value = getattr(import_module(_HOME[name]), name)
         globals()[name] = value
         return value

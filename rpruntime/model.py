@@ -16,7 +16,6 @@ from rpruntime.calls import Calls
 from rpruntime.checkpoints.checkpoints import CheckpointInfo, Checkpoints, SaveHandle
 from rpruntime.control import events as ev
 from rpruntime.errors import ConfigError, RoundPipeError
-from rpruntime.failures import install_excepthook
 from rpruntime.iteration import Events, Iteration
 from rpruntime.loading import Loan, ModelPackage
 from rpruntime.metrics import Figures
@@ -89,7 +88,6 @@ class Model:
         self._requests = itertools.count(1)
         self.synchronized = False
         self.state_is_kept = False
-        install_excepthook()
         if found is None:
             opening.load(self, prepared)
         else:

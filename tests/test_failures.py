@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -17,6 +18,7 @@ from rpruntime.errors import ConfigError
 from rpruntime.failures import format_error, install_excepthook, rebuild
 from rpruntime.wire.messages import ErrorInfo
 
+ROOT = Path(__file__).resolve().parent.parent
 DROPPED = "this iteration's gradients dropped, run usable"
 
 
@@ -192,6 +194,17 @@ def test_one_that_is_not_to_be_shown_is_not(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "ValueError" not in _shown_by_the_hook(_uncaught("instead"), monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("line", ["rp.init('cpu:x')", "rp.ExecutionPlan([range(0, 2)], [range(3, 4)])"])
+def test_an_error_before_the_first_pipe_is_shown_without_our_lines(line: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"import rpruntime as rp\n{line}\n")
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, script], env=environ, capture_output=True, text=True, timeout=60)
+    lines = run.stderr.splitlines()
+    assert [text for text in lines if "File" in text] == [f'  File "{script}", line 2, in <module>']
+    assert lines[-1].startswith("rpruntime.errors.ConfigError: ")
 
 
 def test_a_chain_that_goes_round(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
