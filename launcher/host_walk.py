@@ -20,7 +20,6 @@ import torch
 from launcher.meta_run import LayerCost
 from rpruntime.layout import ModelLayout
 from rpruntime.loading import gradient_bytes
-from rpruntime.optimizer.sums import SMALL_SLOT
 from rpruntime.optimizer.units import SHARED_STATE_BYTES
 from rpruntime.schedule.plan import ExecutionPlan
 from rpruntime.store.allocator import align
@@ -29,6 +28,7 @@ from rpruntime.store.handle import Extent
 from rpruntime.store.layout import (
     gradient_layout,
     is_replaced_in_place,
+    is_small_slot,
     optimizer_dtype,
     optimizer_layout,
     spare_bytes,
@@ -45,8 +45,8 @@ class Timing:
 
     Attributes:
         weight_bytes: of new weights that are written before a unit's old ones go.
-        slots: that pass, once a slot has committed, before its gradients go; its inputs too, but with one device they
-            go at once.
+        slots: that pass, once a slot has committed, before its gradients go, and the weights that it read; its inputs
+            too, but with one device they go at once.
     """
 
     weight_bytes: int
@@ -156,7 +156,7 @@ def walk_optimizer(
     """Asynchronous: weights that the iteration reads while newer ones are there."""
     for plan in plans:
         for _ in range(3):
-            kept = _backward(arena, layout, plan, previous)
+            kept = _backward(arena, layout, plan, previous, timing)
             for size in (size for unit in trained for size in state_sizes.pop(unit.index, [])):
                 arena.allocate(size)
             older = _step(arena, trained, masters, kept, timing, asynchronous)
@@ -172,19 +172,21 @@ def _trained(layout: ModelLayout, stage: range) -> Iterator[Any]:
 
 
 def _backward(
-    arena: PaperArena, layout: ModelLayout, plan: ExecutionPlan, previous: dict[int, Extent]
+    arena: PaperArena, layout: ModelLayout, plan: ExecutionPlan, previous: dict[int, Extent], timing: Timing
 ) -> dict[int, Extent]:
     """The weights that a small slot has read go, then its gradients come, deepest first; a large one's come before.
     Returns where each unit's are."""
     kept: dict[int, Extent] = {}
-    trained = sum(unit.nbytes for unit in layout.units if unit.trainable)
+    leaving: deque[list[Extent]] = deque()
+    trained_bytes = sum(unit.nbytes for unit in layout.units if unit.trainable)
     for stage in plan.backward:
         units = list(_trained(layout, stage))
         read = [u for position in stage for u in layout.layer_units[position] if layout.units[u].positions[0] in stage]
-        leaving = [previous.pop(number) for number in read if number in previous]
-        is_small = sum(unit.nbytes for unit in {unit.index: unit for unit in units}.values()) <= trained * SMALL_SLOT
-        if is_small:
-            arena.free_all(leaving)
+        leaving.append([previous.pop(number) for number in read if number in previous])
+        is_small = is_small_slot({unit.index: unit for unit in units}.values(), trained_bytes)
+        # late: a newer version is not written yet
+        while len(leaving) > timing.slots + (0 if is_small else 1):
+            arena.free_all(leaving.popleft())
         for unit in units:
             first = kept.get(unit.index)
             nbytes = gradient_layout(unit)[1]
@@ -193,8 +195,8 @@ def _backward(
             elif first.nbytes == nbytes != optimizer_layout(unit)[1]:  # shared: what comes now is added, in fp32
                 kept[unit.index] = arena.allocate(optimizer_layout(unit)[1])
                 arena.free(first)
-        if not is_small:
-            arena.free_all(leaving)
+    for extents in leaving:
+        arena.free_all(extents)
     return kept
 
 

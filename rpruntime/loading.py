@@ -173,8 +173,8 @@ def state_tensors_per_parameter(optimizer: torch.optim.Optimizer) -> int:
 
 def gradient_bytes(layout: ModelLayout) -> int:
     """Room for gradient slabs on their way to the optimizer, in all workers together. How many these are depends on the
-    plan, which is not known when the room is made; where an eighth is not enough, arenas grow."""
-    return sum(gradient_layout(unit)[1] for unit in layout.units if unit.trainable) // 8
+    plan, which is not known when the room is made; where a quarter is not enough, arenas grow."""
+    return sum(gradient_layout(unit)[1] for unit in layout.units if unit.trainable) // 4
 
 
 def host_kinds(layout: ModelLayout, states: int, asynchronous: bool) -> dict[str, int]:

@@ -42,12 +42,11 @@ def saying(what: str, *, quiet: bool) -> Iterator[None]:
 
     thread = threading.Thread(target=run, name="rpruntime-saying", daemon=True)
     started = False
-    if not quiet:
-        with contextlib.suppress(RuntimeError):  # at Python's end, when no thread can be started any more
-            with uninterrupted():
-                thread.start()
-            started = True
     try:
+        if not quiet:
+            with contextlib.suppress(RuntimeError), uninterrupted():  # at Python's end no thread can be started
+                thread.start()
+                started = True
         yield
     finally:
         with uninterrupted():

@@ -341,10 +341,13 @@ class Optimizer:
     def _AddSlab(self, i: oe.AddSlab) -> None:
         call, slot, position = self._read(i.part)
         if "controller" in self.cluster.roles:
+            units = self.machine._models[i.model].spec.units
             slots = self.cluster.controller.machine._slots
-            sums = self.machine._models[i.model].sums
-            held = slot in slots and sums._is_small(range(*slots[slot].task.layers))
-            assert not held, "the weights that the slot read may still be there"
+            if slot in slots and self.machine._models[i.model].spec.asynchronous:
+                layers = range(*slots[slot].task.layers)
+                read = [u for u in units if u.trainable and not set(u.positions).isdisjoint(layers)]
+                share = len(read) / sum(u.trainable for u in units)  # all are of one size
+                assert share > 1 / 4, "the weights that the slot read may still be there"
         self.sums[i.model, i.iteration, i.part.unit].append((call, slot, position))
 
     def _DropSums(self, i: oe.DropSums) -> None:

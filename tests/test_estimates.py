@@ -228,14 +228,14 @@ def test_a_slab_that_does_not_fit_makes_a_segment() -> None:
     layout = lay_out(model, torch.optim.SGD(model.parameters()), None, None)
     for timing in (PROMPT, LATE):
         walk = WorkersWalk(layout, flat(3, 256), 2, 1, timing)
-        assert [arena.total_bytes for arena in walk.arenas] == [3 * MIB] * 2
+        assert [arena.total_bytes for arena in walk.arenas] == [6 * MIB] * 2
         walk.run(ExecutionPlan.one_layer_a_stage(3), 4)
         # a slab, and the least segment for activations, which lie apart
-        assert [arena.total_bytes for arena in walk.arenas] == [(3 + 16 + 16) * MIB] * 2
+        assert [arena.total_bytes for arena in walk.arenas] == [(6 + 16 + 16) * MIB] * 2
         assert all(arena.peak < 17 * MIB for arena in walk.arenas)
     whole = WorkersWalk(layout, flat(3, 256), 2, 1, PROMPT)
     whole.run(ExecutionPlan([], [range(3)]), 4)
-    assert [arena.total_bytes for arena in whole.arenas] == [(3 + 3 * 16) * MIB] * 2
+    assert [arena.total_bytes for arena in whole.arenas] == [(6 + 3 * 16) * MIB] * 2
 
 
 def test_gradients_come_where_the_weights_of_their_slot_were() -> None:
@@ -244,13 +244,13 @@ def test_gradients_come_where_the_weights_of_their_slot_were() -> None:
     layout = lay_out(model, torch.optim.SGD(model.parameters()), None, None)
     # weights, fp32 copy, and gradients, which become the next weights
     base = 3 * 4 * 16 * MIB
-    for plan, more in (
-        (ExecutionPlan.one_layer_a_stage(4), 0),
-        (ExecutionPlan([range(0, 2)], [range(2, 4), range(0, 2)]), 2 * 16 * MIB),
-        (ExecutionPlan([], [range(0, 4)]), 4 * 16 * MIB),
+    for plan, layers in (
+        (ExecutionPlan.one_layer_a_stage(4), [0, 1]),
+        (ExecutionPlan([range(0, 2)], [range(2, 4), range(0, 2)]), [2, 4]),
+        (ExecutionPlan([], [range(0, 4)]), [4, 4]),
     ):
         found = [walk_optimizer(layout, 0, True, True, timing, [plan]).peak for timing in (PROMPT, LATE)]
-        assert found == [base + more] * 2
+        assert found == [base + count * 16 * MIB for count in layers]
         assert walk_optimizer(layout, 0, True, False, LATE, [plan]).peak == base
 
 

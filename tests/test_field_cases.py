@@ -402,8 +402,8 @@ def test_a_model_in_a_real_cgroup(tmp_path: Path) -> None:
 
     first, (need, used, used_at_end, shared) = run(8 << 30)
     assert first.popen.returncode == 0, first.err
-    assert need == 4 * (2048 * 2048 * 4) * 41 // 8, (
-        "two copies, Adam's two, gradients, and an eighth of them on the way"
+    assert need == 4 * (2048 * 2048 * 4) * 21 // 4, (
+        "two copies, Adam's two, gradients, and a quarter of them on the way"
     )
     assert need < shared < need * 9 // 8 + 4 * GROWTH_BYTES, "the plan, and the rest of what arenas grew by"
     refused, _ = run(used + need * 2 // 3)

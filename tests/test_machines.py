@@ -397,9 +397,9 @@ def types(instructions):
     return [type(i.msg if isinstance(i, Send) else i) for i in instructions]
 
 
-def two_layers():
+def two_layers(*, asynchronous=True):
     """A machine with a model of ten layers, and the gradients of the first two in slot 3 of call 7."""
-    spec = make_spec(1, random.Random(3), 10, asynchronous=True, grain="stage")
+    spec = make_spec(1, random.Random(3), 10, asynchronous=asynchronous, grain="stage")
     machine = OptimizerMachine(("worker-0",))
     machine.handle(spec, ModelFilledEvent(1, tuple(Extent("optimizer.1", "x", n, 4) for n in range(len(spec.units)))))
     slabs = []
@@ -425,25 +425,35 @@ def test_gradients_stay_in_the_workers_memory_until_their_slot_is_over():
     assert types(machine.handle(deep)) == []
 
 
-def test_gradients_of_a_large_slot_are_taken_as_they_come():
-    machine, (deep, shallow) = two_layers()
+@pytest.mark.parametrize("asynchronous, num_layers", [(True, 10), (False, 2)])
+def test_gradients_of_large_slots_and_without_staleness_are_taken_as_they_come(asynchronous, num_layers):
+    machine, (deep, shallow) = two_layers(asynchronous=asynchronous)
     assert types(machine.handle(deep)) == []  # nobody has said which layers its slot has
-    assert types(machine.handle(msgs.ExpectSlabsMsg(1, 0, 7, ((3, 0, 10),)))) == TAKEN
+    assert types(machine.handle(msgs.ExpectSlabsMsg(1, 0, 7, ((3, 0, num_layers),)))) == TAKEN
     assert types(machine.handle(shallow)) == TAKEN
 
 
-@pytest.mark.parametrize("num_layers, deepest_first", [(2, True), (10, False)])
-def test_units_are_stepped_one_at_a_time_in_the_order_that_suits_the_slots(num_layers, deepest_first):
-    machine, slabs = two_layers()
-    slabs += [msgs.SlabReadyMsg(1, 7, 3, position, ()) for position in range(2, num_layers)]
-    machine.handle(msgs.ExpectSlabsMsg(1, 0, 7, ((3, 0, num_layers),)), *slabs, msgs.SlotOverMsg(1, 7, 3))
+def test_a_gradient_that_is_repeated_after_its_call_was_left_to_the_next_controller_is_not_held():
+    machine, (deep, shallow) = two_layers()
+    machine.handle(msgs.ExpectSlabsMsg(1, 0, 7, ((3, 0, 2),)), deep, shallow, msgs.SlotOverMsg(1, 7, 3))
+    model = machine._models[1]
+    model.sums = model.sums.left_by((7,), 0)
+    assert types(machine.handle(deep)) == [] and not model.sums.stop_holding()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_units_are_stepped_one_at_a_time_the_deepest_first_when_asynchronous(asynchronous):
+    machine, slabs = two_layers(asynchronous=asynchronous)
+    machine.handle(msgs.ExpectSlabsMsg(1, 0, 7, ((3, 0, 2),)), *slabs, msgs.SlotOverMsg(1, 7, 3))
     out, stepped = machine.handle(msgs.StepMsg(1, 0, (7,), ({},), None, (7, 0))), []
     while units := [i.unit for i in out if isinstance(i, StepUnit)]:
         stepped += units
         assert len(units) == 1
         out = machine.handle(UnitSteppedEvent(1, 0, units[0], Extent("optimizer.1", "z", units[0], 4)))
-    shallow_first = [unit.index for unit in machine._models[1].trainable_units()]
-    assert stepped == shallow_first[:: -1 if deepest_first else 1] and len(stepped) > 2
+    units = machine._models[1].spec.units
+    places = [units[unit].positions[0] for unit in stepped]
+    assert places == sorted(places, reverse=asynchronous) and len(set(places)) > 2
+    assert set(stepped) == {unit.index for unit in units if unit.trainable}
 
 
 def test_a_slot_may_be_over_before_its_call_is_announced_or_its_gradients_have_come():

@@ -111,7 +111,7 @@ class Saves:
                 thread = threading.Thread(target=self._work, name="rpruntime-checkpoint", daemon=False)
                 with uninterrupted():
                     thread.start()
-                self._thread = thread
+                    self._thread = thread
 
     def finish(self, *, ending: bool = False) -> None:
         """Wait until every save is over. `ending`: nothing more is computed, so one whose step is not done fails."""

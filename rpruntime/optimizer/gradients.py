@@ -36,9 +36,10 @@ class Gradients:
 
     def on_slot_over(self, msg: SlotOverMsg) -> None:
         """A slot has committed, and the weights that it read are free if nobody else reads them."""
-        model = self._models[msg.model]
-        for slab in model.sums.end_slot(msg):
-            self._take(model, slab)
+        model = self._models.get(msg.model)
+        if model is not None:
+            for slab in model.sums.end_slot(msg):
+                self._take(model, slab)
 
     def _take(self, model: Model, msg: SlabReadyMsg) -> None:
         if model.sums.take(msg, whole=not model.failed):

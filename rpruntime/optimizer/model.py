@@ -20,7 +20,6 @@ from rpruntime.wire.messages import (
     RestoreMsg,
     SnapshotMsg,
     StepMsg,
-    UnitSpec,
     WeightsReadyMsg,
 )
 from rpruntime.wire.succession import KeepOpenMsg, NoteModelMsg
@@ -36,10 +35,10 @@ class RunningStep:
     msg: StepMsg
     to_step: set[int] = field(default_factory=set)
     """Units that it has not published."""
-    queue: deque[StepUnit] = field(default_factory=deque)
-    """Units whose turn has not come. One at a time is given out: gradients that come meanwhile are taken first."""
-    held_back: dict[int, StepUnit] = field(default_factory=dict)
-    """Units that a snapshot has to copy first."""
+    queue: list[StepUnit] = field(default_factory=list)
+    """Units whose turn has not come, or which a snapshot has to copy first."""
+    is_stepping: bool = False
+    """Whether a unit is being stepped."""
     norm: float | None = None
     """None: nothing is clipped."""
     skipped: bool = False
@@ -112,9 +111,15 @@ class Model:
         """Its name among the models of the session."""
         return self.spec.model
 
-    def trainable_units(self) -> list[UnitSpec]:
-        """Shallow ones first."""
-        return sorted((unit for unit in self.spec.units if unit.trainable), key=lambda unit: unit.positions[0])
+    def units_in_order(self) -> list[int]:
+        """Trainable units as they are stepped: shallow ones first, as the next forward waits for those.
+
+        When asynchronous, deepest ones first: an iteration that runs beside the step still reads the version before,
+        and its gradients come deepest first, each into the room of that version, which stays until a newer one is
+        written.
+        """
+        units = sorted((unit for unit in self.spec.units if unit.trainable), key=lambda unit: unit.positions[0])
+        return [unit.index for unit in (reversed(units) if self.spec.asynchronous else units)]
 
     def publish(self, version: int, units: Iterable[tuple[int, Extent]]) -> None:
         """Tell of new weights, as (unit, where they lie)."""

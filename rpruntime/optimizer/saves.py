@@ -35,7 +35,7 @@ class Saves:
         if model.failed:
             self._out.send(CONTROLLER, SnapshotFailedMsg(msg.model, msg.save, model.failed))
             return
-        model.snapshots.append(Snapshot(msg, deque(unit.index for unit in model.trainable_units())))
+        model.snapshots.append(Snapshot(msg, deque(model.units_in_order())))
         self.copy_next(model)
 
     def on_written(self, msg: SnapshotWrittenMsg) -> None:
@@ -81,9 +81,18 @@ class Saves:
 
     # --- for steps and cancels
 
-    def holds_back(self, model: Model, unit: int, step: int) -> bool:
-        """Whether a step has to leave a unit as it is until a save has it."""
-        return any(unit in snapshot.to_copy for snapshot in model.snapshots if snapshot.msg.step <= step)
+    def step_next(self, model: Model) -> None:
+        """If no unit is being stepped: the next one of the running step that no save still has to copy as it is."""
+        step = model.running
+        if step is None or step.is_stepping:
+            return
+        earlier = [snapshot for snapshot in model.snapshots if snapshot.msg.step <= step.msg.step]
+        to_copy = {unit for snapshot in earlier for unit in snapshot.to_copy}
+        instruction = next((found for found in step.queue if found.unit not in to_copy), None)
+        if instruction is not None:
+            step.queue.remove(instruction)
+            step.is_stepping = True
+            self._out.add(instruction)
 
     def copy_next(self, model: Model) -> None:
         """Start what can be started, when room or a step's end may allow it."""
@@ -130,9 +139,6 @@ class Saves:
         self.end(model, save)
 
     def _go_on(self, model: Model) -> None:
-        """Step the units that waited for a copy and need not wait any more; copy the next ones."""
-        step = model.running
-        if step is not None:
-            for unit in [unit for unit in step.held_back if not self.holds_back(model, unit, step.msg.step)]:
-                self._out.add(step.held_back.pop(unit))
+        """Step what waited for a copy and need not wait any more; copy the next unit."""
+        self.step_next(model)
         self.copy_next(model)

@@ -4,9 +4,8 @@
 
 P_cp follows each unit's step at once, into a slab that nobody reads.
 
-Shallow units are stepped first, as the next forward waits for those. Not so when asynchronous: an iteration that runs
-beside the step still reads the version before, and its gradients come deepest first, each into the room of a version
-that stays until there is a newer one. Slots that hold much of the model find no such room, and end late.
+Units are stepped one at a time, in the order of `Model.units_in_order`: gradients that come meanwhile are taken in
+between.
 """
 
 from __future__ import annotations
@@ -88,25 +87,14 @@ class Steps:
     def _step_units(self, model: Model, step: RunningStep, factor: float) -> None:
         """A skipped step publishes what there was."""
         msg, inverse = step.msg, model.inverse(step.msg.step)
-        changed = [] if step.skipped else [unit.index for unit in model.trainable_units()]
+        changed = [] if step.skipped else model.units_in_order()
         unchanged = [unit.index for unit in model.spec.units if step.skipped or not unit.trainable]
         step.to_step = set(changed)
         model.previous = dict(model.master)
-        if model.spec.asynchronous and model.sums.come_in_small_slots(msg.calls):
-            changed.reverse()
-        step.queue.extend(StepUnit(model.number, msg.step, unit, msg.groups, factor, inverse) for unit in changed)
-        self._step_next(model, step)
+        step.queue = [StepUnit(model.number, msg.step, unit, msg.groups, factor, inverse) for unit in changed]
+        self._saves.step_next(model)
         model.publish(msg.step + 1, [(unit, model.master[unit]) for unit in unchanged])
         self._finish(model)
-
-    def _step_next(self, model: Model, step: RunningStep) -> None:
-        """The next unit that no save holds back."""
-        while step.queue:
-            instruction = step.queue.popleft()
-            if not self._saves.holds_back(model, instruction.unit, step.msg.step):
-                self._out.add(instruction)
-                return
-            step.held_back[instruction.unit] = instruction
 
     def on_unit_stepped(self, event: UnitSteppedEvent) -> None:
         """A unit has new weights."""
@@ -117,7 +105,8 @@ class Steps:
         model.publish(event.step + 1, [(event.unit, event.extent)])
         if model.running is not None:
             model.running.to_step.discard(event.unit)
-            self._step_next(model, model.running)
+            model.running.is_stepping = False
+            self._saves.step_next(model)
         self._finish(model)
 
     def on_buffers(self, msg: DataReadyMsg) -> None:

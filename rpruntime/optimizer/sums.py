@@ -1,23 +1,20 @@
 """The gradients of a model: which are still to come, and in which order they are added (G_cp).
 
 That is (call, first micro-batch, deepest position first), whatever order they arrive in; slot numbers ascend in it.
-Gradients of small slots stay where they are until their slot is over: then the weights that it read have made room for
-them.
+When asynchronous, gradients of small slots stay where they are until their slot is over: then the weights that it read
+have made room for them.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rpruntime.optimizer.events import AddSlab, DropSums
 from rpruntime.optimizer.outbox import CONTROLLER, Outbox
+from rpruntime.store.layout import is_small_slot
 from rpruntime.wire.messages import ExpectSlabsMsg, ModelSpec, SlabDoneMsg, SlabPart, SlabReadyMsg, SlotOverMsg
-
-SMALL_SLOT = 1 / 4
-"""Of the model's trained bytes, at most: the gradients of larger slots are taken as they come. They would all lie in a
-worker's memory until the slot's end, and the step would begin that much later."""
 
 SlabId = tuple[int, int, int, int]
 """(call, slot, position, unit)"""
@@ -35,92 +32,99 @@ class _Sum:
     """Those of them that are here; None: the position got no gradient there."""
 
 
-class Sums:
-    """Of all iterations that are not stepped.
+@dataclass
+class _Call:
+    """The gradients of one call."""
 
-    Attributes:
-        calls: call -> iteration, for calls whose gradients are wanted.
-    """
+    iteration: int | None = None
+    """None: nothing has announced it, but some of its gradients, or the end of a slot, were faster."""
+    waiting: set[Place] = field(default_factory=set)
+    """Whose gradients have not been taken."""
+    ready: set[int] = field(default_factory=set)
+    """Slots whose gradients need not wait."""
+    held: dict[Place, SlabReadyMsg] = field(default_factory=dict)
+    """Those that have come and do."""
+
+    def let_go(self, slots: Iterable[int]) -> list[SlabReadyMsg]:
+        """What is held of these slots."""
+        return [self.held.pop(place) for place in list(self.held) if place[0] in slots]
+
+
+class Sums:
+    """Of all iterations that are not stepped."""
 
     def __init__(self, spec: ModelSpec, out: Outbox) -> None:
         self._spec = spec
         self._out = out
-        self.calls: dict[int, int] = {}
+        self._trained_bytes = sum(unit.nbytes for unit in spec.units if unit.trainable)
+        self._calls: dict[int, _Call] = {}
         self._sums: dict[tuple[int, int], _Sum] = {}
         """(iteration, unit) -> its sum."""
-        self._waiting: dict[int, set[Place]] = {}
-        """Of each of `calls`, whose gradients have not come."""
         self._unwanted: dict[int, set[Place]] = {}
-        """The same of discarded calls."""
+        """Of discarded calls, whose gradients have not come."""
         self._newest_call = 0
         """The highest call announced so far."""
-        self._over: dict[int, set[int]] = {}
-        """Of each of `calls`, and of those that are not announced yet, its slots whose gradients need not wait: those
-        that are over, and large ones."""
-        self._large: set[int] = set()
-        """Those of `calls` that have large slots."""
-        self._held: dict[int, dict[int, SlabReadyMsg]] = {}
-        """Slot -> position -> gradients that have come before their slot was over."""
         self._holds = True
+
+    @property
+    def calls(self) -> dict[int, int]:
+        """Call -> iteration, for calls whose gradients are wanted."""
+        return {number: call.iteration for number, call in self._calls.items() if call.iteration is not None}
 
     def have_come(self, calls: Iterable[int]) -> bool:
         """Whether all gradients of these calls are here."""
-        return not any(self._waiting[call] for call in calls)
+        return not any(self._calls[call].waiting for call in calls)
 
     # --- as they come
 
     def expect(self, msg: ExpectSlabsMsg) -> list[SlabReadyMsg]:
-        """A call's gradients will come. Returns those of its slots that are over; they are to be taken now."""
+        """A call's gradients will come. Returns those that are here and need not wait; they are to be taken now."""
         self._newest_call = max(self._newest_call, msg.call)
-        self.calls[msg.call] = msg.iteration
-        self._waiting[msg.call] = {(slot, p) for slot, start, stop in msg.slots for p in range(start, stop)}
+        call = self._calls.setdefault(msg.call, _Call())
+        call.iteration = msg.iteration
         for slot, start, stop in msg.slots:
             for position in reversed(range(start, stop)):
+                call.waiting.add((slot, position))
                 for unit in self._trainable(position):
                     total = self._sums.setdefault((msg.iteration, unit), _Sum())
                     total.order.append((msg.call, slot, position, unit))
-        large = {slot for slot, start, stop in msg.slots if not self._is_small(range(start, stop))}
-        if large:
-            self._large.add(msg.call)
-        over = self._over.setdefault(msg.call, set())
-        over |= large
-        return self._let_go(over)
+            if not self._spec.asynchronous or not self._is_small(range(start, stop)):
+                call.ready.add(slot)
+        return call.let_go(call.ready)
 
     def _is_small(self, positions: range) -> bool:
         units = {unit for position in positions for unit in self._trainable(position)}
-        trained = sum(unit.nbytes for unit in self._spec.units if unit.trainable)
-        return sum(self._spec.units[unit].nbytes for unit in units) <= trained * SMALL_SLOT
-
-    def come_in_small_slots(self, calls: Iterable[int]) -> bool:
-        """Whether no slot of these calls is a large one."""
-        return self._large.isdisjoint(calls)
+        return is_small_slot((self._spec.units[unit] for unit in units), self._trained_bytes)
 
     def _trainable(self, position: int) -> list[int]:
         return [unit for unit in self._spec.layers[position].units if self._spec.units[unit].trainable]
 
     def hold(self, msg: SlabReadyMsg) -> bool:
         """Whether a position's gradients stay where they are for now; they may have overtaken what announces them."""
-        known = msg.call in self.calls
-        over_or_gone = msg.slot in self._over[msg.call] if known else msg.call <= self._newest_call
-        if over_or_gone or not self._holds:
+        if not self._holds or self._is_past(msg.call):
             return False
-        self._held.setdefault(msg.slot, {}).setdefault(msg.position, msg)
+        call, place = self._calls.setdefault(msg.call, _Call()), (msg.slot, msg.position)
+        if call.iteration is not None and (msg.slot in call.ready or place not in call.waiting):
+            return False
+        call.held.setdefault(place, msg)
         return True
 
     def end_slot(self, msg: SlotOverMsg) -> list[SlabReadyMsg]:
-        """A slot is over. Returns those of its gradients that have come; they are to be taken now."""
-        known = msg.call in self.calls
-        if known or msg.call > self._newest_call:
-            self._over.setdefault(msg.call, set()).add(msg.slot)
-        return self._let_go([msg.slot]) if known else []
+        """A slot is over; its call may be announced later. Returns those of its gradients that are to be taken now."""
+        if self._is_past(msg.call):
+            return []
+        call = self._calls.setdefault(msg.call, _Call())
+        call.ready.add(msg.slot)
+        return call.let_go([msg.slot]) if call.iteration is not None else []
+
+    def _is_past(self, call: int) -> bool:
+        """Whether a call was stepped, discarded or cancelled."""
+        return call not in self._calls and call <= self._newest_call
 
     def stop_holding(self) -> list[SlabReadyMsg]:
         """Nobody tells any more which slots are over. Returns what was held; it is to be taken now."""
         self._holds = False
-        return self._let_go(list(self._held))
-
-    def _let_go(self, slots: Iterable[int]) -> list[SlabReadyMsg]:
-        return [msg for slot in slots for msg in self._held.pop(slot, {}).values()]
+        return [msg for call in self._calls.values() for msg in call.let_go({slot for slot, _ in call.held})]
 
     def take(self, msg: SlabReadyMsg, *, whole: bool) -> bool:
         """A position's gradients are to be added.
@@ -137,15 +141,15 @@ class Sums:
         if msg.call in self._unwanted:
             self._turn_away(msg.call, place, slabs)
             return False
-        iteration = self.calls.get(msg.call)
-        if iteration is None or place not in self._waiting[msg.call]:
+        call = self._calls.get(msg.call)
+        if call is None or call.iteration is None or place not in call.waiting:
             return False  # cancelled, or repeated
         parts = {part.unit: part for part in msg.parts}
         for slab in slabs:
-            total = self._sums[iteration, slab[3]]
+            total = self._sums[call.iteration, slab[3]]
             total.arrived[slab] = parts.get(slab[3])
-            self._add_what_is_next(iteration, total, whole=whole)
-        self._waiting[msg.call].discard(place)
+            self._add_what_is_next(call.iteration, total, whole=whole)
+        call.waiting.discard(place)
         return True
 
     def _turn_away(self, call: int, place: Place, slabs: list[SlabId]) -> None:
@@ -173,8 +177,7 @@ class Sums:
         """An iteration is over, and so are its calls."""
         self._drop(iteration)
         for call in calls:
-            del self.calls[call], self._waiting[call], self._over[call]
-        self._large.difference_update(calls)
+            del self._calls[call]
 
     def discard(self, calls: tuple[int, ...]) -> None:
         """Gradients of these calls, all of an iteration's, are not wanted: those that come later are turned away."""
@@ -182,33 +185,23 @@ class Sums:
         for total in (total for (t, _), total in self._sums.items() if t == iteration):
             self._done(list(total.arrived))
         self._drop(iteration)
-        for call in calls:
-            del self.calls[call], self._over[call]
-            self._large.discard(call)
-            waiting = self._waiting.pop(call)
-            if waiting:
-                self._unwanted[call] = waiting
-        for msg in self._let_go(self._slots_held(calls)):
-            self.take(msg, whole=False)
+        for number in calls:
+            call = self._calls.pop(number)
+            if call.waiting:
+                self._unwanted[number] = call.waiting
+            for msg in call.held.values():
+                self.take(msg, whole=False)
 
     def cancel(self, first: int, last: int) -> set[int]:
         """Gradients of calls `first` to `last` are neither wanted nor told to be done; returns those known till now."""
-        gone = [call for call in self.calls if first <= call <= last]
-        for iteration in {self.calls[call] for call in gone}:
+        gone = {call: iteration for call, iteration in self.calls.items() if first <= call <= last}
+        for iteration in set(gone.values()):
             self._drop(iteration)
-        for call in gone:
-            del self.calls[call], self._waiting[call]
-        for call in [call for call in self._unwanted if first <= call <= last]:
-            del self._unwanted[call]
-        self._over = {call: slots for call, slots in self._over.items() if not first <= call <= last}
-        self._large = {call for call in self._large if not first <= call <= last}
-        self._let_go(self._slots_held(range(first, last + 1)))
+        self._calls = {number: call for number, call in self._calls.items() if not first <= number <= last}
+        for number in [number for number in self._unwanted if first <= number <= last]:
+            del self._unwanted[number]
         self._newest_call = max(self._newest_call, last)
         return set(gone)
-
-    def _slots_held(self, calls: Container[int]) -> list[int]:
-        """Slots of these calls that have gradients here."""
-        return [slot for slot, held in self._held.items() if next(iter(held.values())).call in calls]
 
     def _drop(self, iteration: int) -> None:
         self._sums = {key: total for key, total in self._sums.items() if key[0] != iteration}
@@ -218,10 +211,7 @@ class Sums:
         """What the next controller finds: the sums of these calls, which have all come; nothing if there is no call."""
         assert self.calls.keys() >= set(calls), "kept calls that nobody knows"
         left = Sums(self._spec, self._out)
-        left.calls = dict.fromkeys(calls, iteration)
-        left._waiting = {call: set() for call in calls}
-        left._over = {call: set() for call in calls}
-        left._large = self._large.intersection(calls)
+        left._calls = {call: _Call(iteration) for call in calls}
         left._sums = {key: total for key, total in self._sums.items() if calls and key[0] == iteration}
         left._newest_call = self._newest_call
         return left
