@@ -8,6 +8,7 @@ import torch
 
 from rpruntime.buffers import buffer_places
 from rpruntime.errors import ConfigError
+from rpruntime.interrupts import uninterrupted
 from rpruntime.loading import point_parameters
 from rpruntime.store.handle import Extent
 
@@ -33,8 +34,9 @@ class ScriptWeights:
         }
 
     def _point(self, weights: dict[int, Extent]) -> None:
-        point_parameters(self._model.client, self._layout, weights)
-        self._written = {id(p): (p._version, p.data_ptr()) for p in self._layout.parameters.values()}
+        with uninterrupted():
+            point_parameters(self._model.client, self._layout, weights)
+            self._written = {id(p): (p._version, p.data_ptr()) for p in self._layout.parameters.values()}
 
     def fetch(self) -> None:
         """Make parameters and buffers the newest; every step issued is done."""

@@ -456,6 +456,22 @@ def test_units_are_stepped_one_at_a_time_the_deepest_first_when_asynchronous(asy
     assert set(stepped) == {unit.index for unit in units if unit.trainable}
 
 
+def test_a_failed_evaluation_beside_a_call_that_is_given_task_by_task_loses_no_gradient():
+    machine, (deep, shallow) = two_layers()
+    machine.handle(deep, msgs.SlotOverMsg(1, 7, 3))  # it is announced when its last task is given
+    machine.handle(msgs.CancelMsg(1, 8, 8), msgs.SlotOverMsg(1, 7, 4))
+    taken = types(machine.handle(shallow, msgs.ExpectSlabsMsg(1, 0, 7, ((3, 0, 2),))))
+    assert taken == TAKEN * 2 and machine._models[1].sums.have_come((7,))
+
+
+def test_what_comes_late_of_a_cancelled_call_goes_with_the_next_step():
+    machine, (deep, shallow) = two_layers()
+    machine.handle(msgs.ExpectSlabsMsg(1, 0, 7, ((3, 0, 2),)), deep, msgs.CancelMsg(1, 7, 7))
+    assert types(machine.handle(shallow)) == [] and not machine._models[1].sums.calls
+    machine.handle(msgs.ExpectSlabsMsg(1, 0, 8, ()), msgs.DiscardMsg(1, (8,)))
+    assert machine._models[1].sums._calls == {} and types(machine.handle(deep)) == []
+
+
 def test_a_slot_may_be_over_before_its_call_is_announced_or_its_gradients_have_come():
     machine, (deep, shallow) = two_layers()
     assert types(machine.handle(deep, msgs.SlotOverMsg(1, 7, 3))) == []

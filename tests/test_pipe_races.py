@@ -14,13 +14,17 @@ import torch
 from torch import nn
 
 import rpruntime as rp
+from rpruntime import script_weights
 from rpruntime.client import client_of
 from rpruntime.inline import InlineSession
 from rpruntime.interrupts import uninterrupted, wait_for
+from rpruntime.store import segments
 from rpruntime.store.arena import Arena, Store
 from rpruntime.store.segments import PrivateSegments
+from rpruntime.terminal import saying
 from rpruntime.worker.transfers import CpuTransfers
-from tests.leaks import no_leaks
+from tests.leaks import no_leaks, wait_until
+from tests.reference import inline
 
 
 class Bomb(nn.Module):
@@ -173,6 +177,72 @@ def test_an_interrupt_of_a_wait_leaves_no_lock_taken(session):
 
     assert interrupted_everywhere(lambda: client.wait(lambda: False, "nothing", timeout_s=0.01), take_lock) > 20
     assert interrupted_everywhere(lambda: wait_for(event, 0.01), set_and_clear) > 20
+
+
+def test_an_interrupt_of_a_request_for_memory_leaves_the_next_request_its_own_answer(session, monkeypatch):
+    client = client_of(session)
+    sizes, receive = [1 << 20, 2 << 20, 3 << 20], segments.receive_fd
+    held = session.segments.held_bytes()[session.owner]
+
+    def interrupted(sock):
+        signal.raise_signal(signal.SIGINT)
+        return receive(sock)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(segments, "receive_fd", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            session.segments.create(5 << 20)
+    found = [session.segments.create(size) for size in sizes]
+    assert [len(mapping) for _, mapping in found] == sizes
+    for name, _ in found:
+        session.segments.release(name)
+    assert client.arena.total_bytes <= held
+
+
+def test_an_interrupt_of_synchronize_leaves_parameters_that_nobody_has_written_to(monkeypatch):
+    with inline() as session:
+        pipe = make(session)
+        point = script_weights.point_parameters
+
+        def interrupted(*arguments):
+            point(*arguments)
+            signal.raise_signal(signal.SIGINT)
+
+        good(pipe)
+        pipe.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(script_weights, "point_parameters", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                pipe.synchronize()
+        assert float(good(pipe)) > 0
+        pipe.close()
+
+
+def test_an_interrupt_at_the_start_of_a_thread_leaves_it_known(monkeypatch):
+    start = threading.Thread.start
+
+    def interrupted(thread):
+        start(thread)
+        signal.raise_signal(signal.SIGINT)
+
+    with inline() as session:
+        saves = make(session)._model.checkpoints.saves
+        saves.inline = False
+        before = threading.active_count()
+        monkeypatch.setattr(threading.Thread, "start", interrupted)
+        saves._queue.append(None)
+        release = threading.Event()
+        monkeypatch.setattr(saves, "_write", lambda save: release.wait(10))
+        with pytest.raises(KeyboardInterrupt):
+            saves._start_writer()
+        assert saves._thread is not None
+        release.set()
+        saves._thread.join()
+        with pytest.raises(KeyboardInterrupt), saying("something slow", quiet=False):
+            raise AssertionError("the block is not begun")
+        monkeypatch.undo()
+        wait_until(lambda: threading.active_count() <= before, 5, "threads end")
+        saves.inline = True
 
 
 def test_large_values_that_are_no_tensors_travel(session):

@@ -29,7 +29,7 @@ from rpruntime.status import Status
 from rpruntime.store.segments import SOCKET_NAME
 from rpruntime.wire.codec import encode
 from rpruntime.wire.mailbox import OBSERVER, Mailbox, new_keys
-from rpruntime.wire.messages import FreeMsg
+from rpruntime.wire.messages import FreeMsg, RoleDiedMsg
 from rpruntime.wire.succession import ControllerGoneMsg, ModelsMsg, ResetMsg
 from rpruntime.worker.failures import describe
 from tests.launching import FAKE_CHILD, ROOT
@@ -455,13 +455,37 @@ def test_what_a_controller_has_sent_counts_though_the_news_of_its_end_is_read_fi
     gone, last = ControllerGoneMsg(1), FreeMsg(())
     with monkeypatch.context() as patch:
         patch.setattr(box, "_inbox", _Waiting(("launcher.1", gone), ("controller.1", last)))
-        assert box.receive() == [last, gone]
+        assert [box.receive(), box.wait(0), box.receive()] == [[last], True, [gone]]
         patch.setattr(box, "_inbox", _Waiting(("controller.1", last), ("controller.2", last)))
         assert box.receive() == [last], "of the next one only"
         gone = ControllerGoneMsg(2)
         mail = ("launcher.1", gone), ("launcher.1", ResetMsg(3, {})), ("controller.2", last)
         patch.setattr(box, "_inbox", _Waiting(*mail))
         assert box.receive() == [gone, ResetMsg(3, {})], "a launcher's messages keep their order"
+    box.close()
+
+
+def test_news_of_a_death_come_when_what_came_before_has_been_dealt_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is sent until then is for the process that has died, not for the one after it."""
+    box = Mailbox(tmp_path, "controller", 1, new_keys())
+    last, gone, late = FreeMsg(()), ControllerGoneMsg(7), FreeMsg(())
+    died = RoleDiedMsg("worker-0", 1, 77, "killed", True, (), "", 0, 1)
+    mail = [
+        ("optimizer.1", last),
+        ("launcher.1", gone),
+        ("launcher.1", died),
+        ("worker-0.1", late),
+        ("optimizer.1", last),
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(box, "_inbox", _Waiting(*mail))
+        assert box.receive() == [last] and box._incarnations.get("worker-0", 1) == 1
+        assert box.wait(0) and box.receive() == [died, last] and box._incarnations["worker-0"] == 2
+        assert box.wait(0) and box.receive() == [gone]
+        patch.setattr(box, "_inbox", _Waiting(("launcher.1", gone), ("launcher.1", died)))
+        assert [box.receive(), box.wait(0), box.receive()] == [[died], True, [gone]]
     box.close()
 
 

@@ -62,8 +62,8 @@ class Sums:
         """(iteration, unit) -> its sum."""
         self._unwanted: dict[int, set[Place]] = {}
         """Of discarded calls, whose gradients have not come."""
-        self._newest_call = 0
-        """The highest call announced so far."""
+        self._last_past = 0
+        """The highest call that was stepped or discarded: nothing of it or a lower one is still to be announced."""
         self._holds = True
 
     @property
@@ -79,7 +79,6 @@ class Sums:
 
     def expect(self, msg: ExpectSlabsMsg) -> list[SlabReadyMsg]:
         """A call's gradients will come. Returns those that are here and need not wait; they are to be taken now."""
-        self._newest_call = max(self._newest_call, msg.call)
         call = self._calls.setdefault(msg.call, _Call())
         call.iteration = msg.iteration
         for slot, start, stop in msg.slots:
@@ -118,8 +117,15 @@ class Sums:
         return call.let_go([msg.slot]) if call.iteration is not None else []
 
     def _is_past(self, call: int) -> bool:
-        """Whether a call was stepped, discarded or cancelled."""
-        return call not in self._calls and call <= self._newest_call
+        """Whether a call was stepped or discarded. What comes late of a cancelled one is held, and goes with the next
+        step."""
+        return call not in self._calls and call <= self._last_past
+
+    def _pass(self, calls: Iterable[int]) -> None:
+        """These calls are over, and what nobody has announced until now is of cancelled ones."""
+        self._last_past = max((self._last_past, *calls))
+        announced = self.calls
+        self._calls = {n: call for n, call in self._calls.items() if n in announced or n > self._last_past}
 
     def stop_holding(self) -> list[SlabReadyMsg]:
         """Nobody tells any more which slots are over. Returns what was held; it is to be taken now."""
@@ -178,6 +184,7 @@ class Sums:
         self._drop(iteration)
         for call in calls:
             del self._calls[call]
+        self._pass(calls)
 
     def discard(self, calls: tuple[int, ...]) -> None:
         """Gradients of these calls, all of an iteration's, are not wanted: those that come later are turned away."""
@@ -185,10 +192,10 @@ class Sums:
         for total in (total for (t, _), total in self._sums.items() if t == iteration):
             self._done(list(total.arrived))
         self._drop(iteration)
-        for number in calls:
-            call = self._calls.pop(number)
-            if call.waiting:
-                self._unwanted[number] = call.waiting
+        gone = {number: self._calls.pop(number) for number in calls}
+        self._pass(calls)
+        self._unwanted |= {number: call.waiting for number, call in gone.items() if call.waiting}
+        for call in gone.values():
             for msg in call.held.values():
                 self.take(msg, whole=False)
 
@@ -200,7 +207,6 @@ class Sums:
         self._calls = {number: call for number, call in self._calls.items() if not first <= number <= last}
         for number in [number for number in self._unwanted if first <= number <= last]:
             del self._unwanted[number]
-        self._newest_call = max(self._newest_call, last)
         return set(gone)
 
     def _drop(self, iteration: int) -> None:
@@ -213,5 +219,5 @@ class Sums:
         left = Sums(self._spec, self._out)
         left._calls = {call: _Call(iteration) for call in calls}
         left._sums = {key: total for key, total in self._sums.items() if calls and key[0] == iteration}
-        left._newest_call = self._newest_call
+        left._last_past = self._last_past
         return left

@@ -291,7 +291,11 @@ class SegmentServer:
                 if not isinstance(nbytes, int) or nbytes <= 0:
                     raise BadPeer(f"{owner} asked for a segment of {nbytes!r} bytes")
                 name, _ = self.create(nbytes, str(request.get("owner") or owner))
-                self._send_fd(peer, name, owner)
+                try:
+                    self._send_fd(peer, name, owner)
+                except OSError:  # it was interrupted, or is gone: nobody knows of the segment
+                    self.release(name)
+                    raise
             elif op == "open":
                 self._send_fd(peer, str(segment), owner)
             elif op == "release":
@@ -469,10 +473,12 @@ class SegmentClient:
             assert self._sock is not None
             send(self._sock, request)
             answer, fd = receive_fd(self._sock)
-        except (OSError, BadPeer) as err:
-            if self._sock is not None:
+        except BaseException as err:
+            if self._sock is not None:  # also at an interrupt: the answer that comes now is not the next request's
                 self._sock.close()
                 self._sock = None
+            if not isinstance(err, (OSError, BadPeer)):
+                raise
             raise SessionLost(f"the launcher of session {self._folder.name} is gone ({err})") from err
         if answer.get("ok"):
             return answer, fd

@@ -100,6 +100,10 @@ class Mailbox:
         self._inbox.bind(f"ipc://{self._path}")
         self._path.chmod(0o600)
         self._outboxes: dict[str, zmq.Socket[bytes]] = {}
+        self._next: list[Any] = []
+        """Read from the inbox, and first in what `receive` returns next."""
+        self._gone: list[Any] = []
+        """`ControllerGoneMsg`s, which come after all that was in the inbox before."""
 
     def fileno(self) -> int:
         """Edge-triggered descriptor of the inbox, for select loops (read until empty after each wake)."""
@@ -129,20 +133,24 @@ class Mailbox:
 
     def wait(self, timeout_s: float) -> bool:
         """Whether a message comes within `timeout_s`; takes none, so that a lock is needed only for `receive`."""
-        return bool(self._inbox.poll(int(timeout_s * 1000)))
+        return bool(self._next or self._gone or self._inbox.poll(int(timeout_s * 1000)))
 
     def receive(self, timeout_s: float = 0.0) -> list[Any]:
-        """All messages that are here, waiting up to `timeout_s` for the first one."""
+        """The messages that are here, waiting up to `timeout_s` for the first one.
+
+        One after which a role or the controller is another process comes first in its batch: answers to what came
+        before are for the older one.
+        """
         self._note_strangers()
-        if timeout_s > 0 and not self._inbox.poll(int(timeout_s * 1000)):
+        if timeout_s > 0 and not self.wait(timeout_s):
             return []
-        messages: list[Any] = []
-        gone: list[Any] = []
+        messages, self._next = self._noted(self._next), []
         while True:
             try:
                 _, sender, *frames = self._inbox.recv_multipart(flags=zmq.NOBLOCK)
             except zmq.Again:
-                return messages + self._noted(gone)
+                gone, self._gone = self._gone, []
+                return self._in_turn(messages, gone)
             except ValueError:
                 continue
             name = sender[:_MAX_SENDER_BYTES].decode(errors="replace")
@@ -159,12 +167,21 @@ class Mailbox:
                 self._refuse(name, err)
                 continue
             if isinstance(msg, ControllerGoneMsg):
-                gone.append(msg)
-                continue
-            if isinstance(msg, ResetMsg):  # from the same sender
-                messages += self._noted(gone)
-                gone = []
-            messages += self._noted([msg])
+                self._gone.append(msg)
+            elif isinstance(msg, ResetMsg):  # from the same sender
+                gone, self._gone = self._gone, []
+                return self._in_turn(messages, [*gone, msg])
+            elif isinstance(msg, FenceMsg | RoleDiedMsg):
+                return self._in_turn(messages, [msg])
+            else:
+                messages.append(msg)
+
+    def _in_turn(self, messages: list[Any], news: list[Any]) -> list[Any]:
+        """`news` are noted when what came before has been dealt with."""
+        if messages:
+            self._next = news
+            return messages
+        return self._noted(news)
 
     def _noted(self, messages: list[Any]) -> list[Any]:
         for msg in messages:
