@@ -89,6 +89,7 @@ def test_kinds_of_extents_lie_apart_so_that_long_ones_find_their_room_again():
         gradients = [found.allocate(24 << 20, GRADIENTS) for _ in range(2)]
         assert {e.segment for e in activations}.isdisjoint(e.segment for e in gradients)
         found.free_all([*activations, *gradients])
+        found.clear()
     assert found.total_bytes == (48 + 16) << 20
     assert (found.bytes_for(GRADIENTS), found.bytes_for("")) == (48 << 20, 16 << 20)
 

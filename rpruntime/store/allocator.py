@@ -64,10 +64,9 @@ class Allocator:
         self._live[segment, offset] = nbytes
 
     def clear(self) -> None:
-        """Nothing is live any more, and whoever comes first has a segment."""
+        """Nothing is live any more. Segments keep their kinds: as a rule the same comes again."""
         for segment, offset in list(self._live):
             self.free(segment, offset)
-        self._kinds.clear()
 
     @property
     def segments(self) -> set[str]:
