@@ -20,6 +20,7 @@ import torch
 from launcher.meta_run import LayerCost
 from rpruntime.layout import ModelLayout
 from rpruntime.loading import gradient_bytes
+from rpruntime.optimizer.sums import is_small_slot
 from rpruntime.optimizer.units import SHARED_STATE_BYTES
 from rpruntime.schedule.plan import ExecutionPlan
 from rpruntime.store.allocator import align
@@ -28,7 +29,6 @@ from rpruntime.store.handle import Extent
 from rpruntime.store.layout import (
     gradient_layout,
     is_replaced_in_place,
-    is_small_slot,
     optimizer_dtype,
     optimizer_layout,
     spare_bytes,

@@ -818,8 +818,27 @@ def test_a_step_waits_for_the_units_that_a_save_has_not_copied_and_for_no_others
     assert not [i for i in out if isinstance(i, oe.StepUnit)]
     out = machine.handle(oe.UnitCopiedEvent(1, 5, first, 100))
     assert [i.unit for i in out if isinstance(i, oe.StepUnit)] == [first]
-    out = machine.handle(msgs.SnapshotEndMsg(1, 5))
-    assert {i.unit for i in out if isinstance(i, oe.StepUnit)} == set(trainable) - {first}
+    out, left = machine.handle(msgs.SnapshotEndMsg(1, 5)), set(trainable) - {first}
+    assert not [i for i in out if isinstance(i, oe.StepUnit)], "one unit at a time"
+    unit = first
+    while left:
+        (unit,) = [i.unit for i in machine.handle(oe.UnitSteppedEvent(1, 0, unit, None)) if isinstance(i, oe.StepUnit)]
+        left.remove(unit)
+
+
+def test_a_save_copies_in_the_order_of_the_step_that_waits_for_it():
+    machine = snapshot_machine(asynchronous=True)
+    model = machine._models[1]
+    model.master = {unit.index: None for unit in model.spec.units}
+    out, copied, stepped = machine.handle(msgs.SnapshotMsg(1, 5, 0, 1 << 40)), [], []
+    machine.handle(msgs.ExpectSlabsMsg(1, 0, 1, ()), msgs.StepMsg(1, 0, (1,), ({},), None))
+    while out:
+        copies = [i.unit for i in out if isinstance(i, oe.CopyUnit)]
+        steps = [i.unit for i in out if isinstance(i, oe.StepUnit)]
+        copied, stepped = copied + copies, stepped + steps
+        out = [i for unit in copies for i in machine.handle(oe.UnitCopiedEvent(1, 5, unit, 100))]
+        out += [i for unit in steps for i in machine.handle(oe.UnitSteppedEvent(1, 0, unit, None))]
+    assert copied == stepped == model.units_in_order() and len(copied) > 1
 
 
 def test_no_more_units_are_copied_than_there_is_room_for():

@@ -167,7 +167,7 @@ def test_rotary_angles_at_long_positions_are_those_of_fp64():
 
 
 def test_tied_weights_are_one_parameter_over_steps():
-    model = tiny("llama-tied")
+    model = tiny("llama-tied").double()  # AdamW makes much of how a gradient near zero is rounded; the loss is fp32
     alone = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     alone_optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2)
@@ -184,7 +184,7 @@ def test_tied_weights_are_one_parameter_over_steps():
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert len(state) == len(list(model.parameters()))
     for name, parameter in alone.named_parameters():
-        torch.testing.assert_close(dict(model.named_parameters())[name], parameter, rtol=0, atol=1e-5)
+        torch.testing.assert_close(dict(model.named_parameters())[name], parameter, rtol=0, atol=5e-6)
 
 
 def test_untied_weights_stay_untied():

@@ -47,8 +47,9 @@ class Session:
         run.wait_for("ready [")
 
     def deaths(self) -> list[str]:
-        """Lines about deaths so far."""
-        return [line for line in self.run.out.splitlines() if line.startswith("died")]
+        """Lines about deaths so far, but for those before the script attached."""
+        lines = self.run.out.splitlines()
+        return [line for line in lines if line.startswith("died") and not line.endswith("died earlier")]
 
     def wait_deaths(self, count: int) -> list[str]:
         """The lines once there are so many."""

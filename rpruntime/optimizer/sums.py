@@ -13,13 +13,30 @@ from dataclasses import dataclass, field
 
 from rpruntime.optimizer.events import AddSlab, DropSums
 from rpruntime.optimizer.outbox import CONTROLLER, Outbox
-from rpruntime.store.layout import is_small_slot
-from rpruntime.wire.messages import ExpectSlabsMsg, ModelSpec, SlabDoneMsg, SlabPart, SlabReadyMsg, SlotOverMsg
+from rpruntime.wire.messages import (
+    ExpectSlabsMsg,
+    ModelSpec,
+    SlabDoneMsg,
+    SlabPart,
+    SlabReadyMsg,
+    SlotOverMsg,
+    UnitSpec,
+)
 
 SlabId = tuple[int, int, int, int]
 """(call, slot, position, unit)"""
 Place = tuple[int, int]
 """(slot, position)"""
+
+
+SMALL_SLOT = 1 / 4
+
+
+def is_small_slot(units: Iterable[UnitSpec], trained_bytes: int) -> bool:
+    """Whether a backward slot with these trainable units has at most a quarter of a model that has `trained_bytes` of
+    them. Gradients of larger ones would fill a worker's memory if they waited, and the step would begin that much
+    later."""
+    return sum(unit.nbytes for unit in units) <= trained_bytes * SMALL_SLOT
 
 
 @dataclass

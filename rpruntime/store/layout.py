@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rpruntime.store.allocator import align
 from rpruntime.store.arena import contiguous_stride, dtype_of
@@ -49,23 +49,13 @@ def is_replaced_in_place(unit: UnitSpec) -> bool:
     return all(param.dtype == (optimizer_dtype(param.dtype) if added else param.grad_dtype) for param in unit.params)
 
 
-SMALL_SLOT = 1 / 4
-
-
-def is_small_slot(units: Iterable[UnitSpec], trained_bytes: int) -> bool:
-    """Whether a backward slot with these trainable units has at most a quarter of a model that has `trained_bytes` of
-    them. Gradients of such slots of asynchronous runs are taken when the slot is over, as weights have gone then;
-    those of larger ones would fill a worker's memory, and the step would begin that much later."""
-    return sum(unit.nbytes for unit in units) <= trained_bytes * SMALL_SLOT
-
-
 def spare_bytes(units: Sequence[UnitSpec], asynchronous: bool) -> int:
     """Room beside a version of the weights for the gradients of an iteration, which become the next version, and for
     what is there a little longer.
 
     That is new weights, where they cannot take the place of gradients: for all when asynchronous, else for two large
     ones, as the old ones go while the step runs. When asynchronous, gradients come in where the weights were that their
-    slot read; large slots (see `is_small_slot`) take more room.
+    slot read; large slots (see `rpruntime/optimizer/sums.py`) take more room.
     """
     trained = [unit for unit in units if unit.trainable]
     kept = sum(gradient_layout(unit)[1] for unit in trained)
@@ -77,7 +67,6 @@ __all__ = [
     "contiguous_stride",
     "gradient_layout",
     "is_replaced_in_place",
-    "is_small_slot",
     "optimizer_dtype",
     "optimizer_layout",
     "packed",
