@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+LOOK_UP_S = 0.1
+"""How late the receiver sees that the client is closed."""
 NUMBERS_A_CONTROLLER = 10**9
 """Calls and slots of one controller of a session: their numbers are never used again."""
 Listener = Callable[[Any], None]
@@ -342,7 +344,7 @@ class Client:
 
     def _take_messages(self) -> bool:
         """Take in what has come; False: the client is closed."""
-        came = self.session.post.wait(POLL_S)
+        came = self.session.post.wait(LOOK_UP_S)
         with self.lock:
             if self._closed:
                 return False
@@ -452,7 +454,7 @@ class Client:
         self._closed = True
         atexit.unregister(self._at_exit)
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()  # it looks up every POLL_S; the mailbox may be closed only after it
+            self._thread.join()  # it looks up every LOOK_UP_S; the mailbox may be closed only after it
         with self.lock:
             self.observer.close()
             self._changed.notify_all()

@@ -79,6 +79,7 @@ class Succession:
         for model in self._models.all():
             model.reads.clear()
             self._saves.end_all(model)
+            # nothing of it is to be kept: a `KeepOpenMsg` comes after the ends of all slots
             for slab in model.sums.stop_holding():
                 model.sums.take(slab, whole=not model.failed)
             self._steps.start(model)
