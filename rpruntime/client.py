@@ -22,7 +22,7 @@ from rpruntime.control.deaths import MAX_TASK_FAILURES
 from rpruntime.control.machine import ControllerMachine
 from rpruntime.control.roster import OPTIMIZER
 from rpruntime.errors import RoundPipeError, SessionLost, WorkerDied
-from rpruntime.interrupts import POLL_S, uninterrupted
+from rpruntime.interrupts import Bell, uninterrupted
 from rpruntime.observer import Observer
 from rpruntime.recording import record
 from rpruntime.store.arena import Arena, Store
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+CHECK_INTERVAL_S = 0.5
 LOOK_UP_S = 0.1
 """How late the receiver sees that the client is closed."""
 NUMBERS_A_CONTROLLER = 10**9
@@ -83,7 +84,7 @@ class Client:
         self.arena = Arena(owner, session.segments, self.store)
         self.slabs = Slabs(owner, session.segments, lambda segment: self.store.forget_all((segment,)))
         self.lock = threading.RLock()
-        self._changed = threading.Condition(self.lock)
+        self._bell = Bell()
         self._machine = ControllerMachine(
             session.worker_roles,
             owner,
@@ -304,17 +305,23 @@ class Client:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         if self._inline:
             self._drive()
-        while True:
-            with uninterrupted(), self.lock:  # an interrupt within the condition's own code would leave the lock taken
-                if ready():
-                    return True
-                self.check_alive()
-                left = POLL_S if deadline is None else min(POLL_S, deadline - time.monotonic())
-                if left <= 0:
-                    return False
-                if self._inline:
-                    raise RoundPipeError(f"nothing is left to do, but {what} has not come")
-                self._changed.wait(left)
+        changed = self._bell.listen()
+        try:
+            while True:
+                with self.lock:
+                    if ready():
+                        return True
+                    self.check_alive()
+                    left = CHECK_INTERVAL_S
+                    if deadline is not None:
+                        left = min(left, deadline - time.monotonic())
+                    if left <= 0:
+                        return False
+                    if self._inline:
+                        raise RoundPipeError(f"nothing is left to do, but {what} has not come")
+                changed.acquire(timeout=left)
+        finally:
+            self._bell.leave(changed)
 
     def check_alive(self) -> None:
         """Raises what ended the session, or RoundPipeError after `close`."""
@@ -340,7 +347,7 @@ class Client:
             log.exception("in the client's receiver")
             with self.lock:
                 self._broken = self._broken or err
-                self._changed.notify_all()
+                self._bell.ring()
 
     def _take_messages(self) -> bool:
         """Take in what has come; False: the client is closed."""
@@ -350,7 +357,7 @@ class Client:
                 return False
             if came:
                 self._take_all(self.session.post.receive())
-                self._changed.notify_all()
+                self._bell.ring()
             self.observer.tick()
         return True
 
@@ -367,7 +374,7 @@ class Client:
             self._broken = self._broken or WorkerDied(
                 f"{msg.who} died: {msg.reason}; log {self._log_of(msg.role)}; {self._resume_from()}"
             )
-            self._changed.notify_all()
+            self._bell.ring()
             return
         if isinstance(msg, _FOR_LISTENERS):
             for model, listener in list(self._listeners.items()):
@@ -417,7 +424,7 @@ class Client:
                 listener = self._listeners.get(instruction.model)
                 if listener is not None:
                     listener(instruction)
-        self._changed.notify_all()
+        self._bell.ring()
 
     def _release(self, owner: str) -> None:
         """Nobody will have a dead process's segments: every process drops its mappings."""
@@ -457,7 +464,7 @@ class Client:
             self._thread.join()  # it looks up every LOOK_UP_S; the mailbox may be closed only after it
         with self.lock:
             self.observer.close()
-            self._changed.notify_all()
+            self._bell.ring()
 
     def _at_exit(self) -> None:
         if self.session.served:  # its models are left while this client can still wait for what runs

@@ -1,7 +1,7 @@
-"""Keeping Ctrl-C out of a moment in which two sets of books change together, or a lock is taken.
+"""Signal handlers that raise, as Ctrl-C's does: moments without them, and waits that they may end anywhere.
 
-`with lock:` needs no help, as a lock is C code in which no interrupt is raised. Conditions, events and the start of a
-thread take their locks in Python code: an interrupt there would leave one taken for good.
+`with lock:` needs no help, as a lock is C code in which no handler runs. Conditions, events and the start of a thread
+take their locks in Python code: an exception there would leave one taken for good.
 """
 
 from __future__ import annotations
@@ -13,8 +13,32 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-POLL_S = 0.1
-"""How late an interrupt may come to a wait."""
+LOOK_S = 0.02
+"""How often `wait_for` looks."""
+
+
+class Bell:
+    """Wakes who waits for a change. Any thread may ring it, and an exception anywhere in a wait leaves it as it was."""
+
+    def __init__(self) -> None:
+        self._listeners: set[threading.Lock] = set()
+
+    def listen(self) -> threading.Lock:
+        """A lock that is taken, and released whenever the bell rings; `leave` it at the end."""
+        lock = threading.Lock()
+        lock.acquire()
+        self._listeners.add(lock)
+        return lock
+
+    def leave(self, lock: threading.Lock) -> None:
+        """Nobody waits for this lock any more."""
+        self._listeners.discard(lock)
+
+    def ring(self) -> None:
+        """Something has changed."""
+        for lock in tuple(self._listeners):
+            with contextlib.suppress(RuntimeError):  # it was released before
+                lock.release()
 
 
 @contextlib.contextmanager
@@ -35,12 +59,11 @@ def uninterrupted() -> Iterator[None]:
 
 
 def wait_for(event: threading.Event, timeout_s: float | None = None) -> bool:
-    """`event.wait(timeout_s)`; an interrupt ends it, and leaves the event as it should be."""
+    """`event.wait(timeout_s)`; an exception may end it anywhere, and leaves the event as it should be."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while not event.is_set():
-        left = POLL_S if deadline is None else min(POLL_S, deadline - time.monotonic())
+        left = LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())
         if left <= 0:
             return False
-        with uninterrupted():
-            event.wait(left)
+        time.sleep(left)
     return True

@@ -690,8 +690,14 @@ def test_no_save_waits_for_a_step_that_an_optimizer_refused(tmp_path, threaded):
             ](ready, what, timeout_s)
 
             def wait_outside(ready: Any, what: str, timeout_s: Any) -> bool:
-                with pipe._model.client._changed:
-                    return bool(pipe._model.client._changed.wait_for(ready, 30.0))
+                client = pipe._model.client
+
+                def is_ready() -> bool:
+                    with client.lock:
+                        return ready()
+
+                wait_until(is_ready, 30.0, what)
+                return True
 
             pipe._model.checkpoints.saves.inline = False
             pipe._model.checkpoints.saves._start_writer()

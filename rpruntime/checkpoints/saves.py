@@ -134,7 +134,7 @@ class Saves:
         for save in self._running.values():
             if not save.failure and not self._is_whole(save):
                 save.failure = reason
-        self._client._changed.notify_all()
+        self._client._bell.ring()
 
     def work_inline(self) -> None:
         """Without a thread: write what has come."""
