@@ -312,6 +312,23 @@ def test_other_uid_is_dropped() -> None:
         assert os.waitstatus_to_exitcode(status) == 0
 
 
+def test_an_answer_that_was_read_counts_though_its_reader_has_died_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have told others of the segment."""
+    send_fds = socket.send_fds
+    ours, theirs = socket.socketpair()
+
+    def dies(sock: socket.socket, buffers: list[bytes], fds: list[int]) -> int:
+        sent = send_fds(sock, buffers, fds)
+        theirs.shutdown(socket.SHUT_RD)  # what is sent from now on fails
+        return sent
+
+    monkeypatch.setattr(socket, "send_fds", dies)
+    with ours, theirs:
+        fdsock.send(ours, {"ok": True}, ours.fileno())
+        with pytest.raises(BrokenPipeError):
+            ours.sendall(b"")
+
+
 def test_fork_does_not_share_the_socket(server: SegmentServer, client: SegmentClient) -> None:
     """D3: a forked child has a connection of its own; its end closes nothing of the parent's."""
     segment, memory = client.create(4096)

@@ -25,7 +25,8 @@ def send(sock: socket.socket, body: dict[str, Any], fd: int | None = None) -> No
         sock.sendall(frame)
         return
     sent = socket.send_fds(sock, [frame], [fd])
-    sock.sendall(frame[sent:])
+    if sent < len(frame):  # else nothing can fail any more: whoever has read all of it may be gone already
+        sock.sendall(frame[sent:])
 
 
 def receive(sock: socket.socket, *, within_s: float | None = None) -> dict[str, Any] | None:
