@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import threading
 import time
@@ -302,7 +303,7 @@ class Client:
         Raises:
             WorkerDied, SessionLost: it can never become ready.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
         if self._inline:
             self._drive()
         changed = self._bell.listen()
@@ -312,9 +313,7 @@ class Client:
                     if ready():
                         return True
                     self.check_alive()
-                    left = CHECK_INTERVAL_S
-                    if deadline is not None:
-                        left = min(left, deadline - time.monotonic())
+                    left = min(CHECK_INTERVAL_S, deadline - time.monotonic())
                     if left <= 0:
                         return False
                     if self._inline:

@@ -7,6 +7,7 @@ take their locks in Python code: an exception there would leave one taken for go
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import threading
 import time
@@ -60,9 +61,9 @@ def uninterrupted() -> Iterator[None]:
 
 def wait_for(event: threading.Event, timeout_s: float | None = None) -> bool:
     """`event.wait(timeout_s)`; an exception may end it anywhere, and leaves the event as it should be."""
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
     while not event.is_set():
-        left = LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())
+        left = min(LOOK_S, deadline - time.monotonic())
         if left <= 0:
             return False
         time.sleep(left)

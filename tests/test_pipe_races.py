@@ -197,6 +197,7 @@ def test_an_interrupt_of_a_request_for_memory_leaves_the_next_request_its_own_an
     for name, _ in found:
         session.segments.release(name)
     assert client.arena.total_bytes <= held
+    assert session.segments.held_bytes()[session.owner] - held in (0, 5 << 20), "what was interrupted, at most"
 
 
 def test_an_interrupt_of_synchronize_leaves_parameters_that_nobody_has_written_to(monkeypatch):

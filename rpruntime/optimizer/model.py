@@ -33,8 +33,6 @@ class RunningStep:
     """The one step of a model that is under way."""
 
     msg: StepMsg
-    to_step: set[int] = field(default_factory=set)
-    """Units that it has not published."""
     queue: list[StepUnit] = field(default_factory=list)
     """Units whose turn has not come, or which a snapshot has to copy first."""
     is_stepping: bool = False

@@ -89,7 +89,6 @@ class Steps:
         msg, inverse = step.msg, model.inverse(step.msg.step)
         changed = [] if step.skipped else model.units_in_order()
         unchanged = [unit.index for unit in model.spec.units if step.skipped or not unit.trainable]
-        step.to_step = set(changed)
         model.previous = dict(model.master)
         step.queue = [StepUnit(model.number, msg.step, unit, msg.groups, factor, inverse) for unit in changed]
         self._saves.step_next(model)
@@ -104,7 +103,6 @@ class Steps:
         model.master[event.unit] = event.extent
         model.publish(event.step + 1, [(event.unit, event.extent)])
         if model.running is not None:
-            model.running.to_step.discard(event.unit)
             model.running.is_stepping = False
             self._saves.step_next(model)
         self._finish(model)
@@ -122,7 +120,7 @@ class Steps:
 
     def _finish(self, model: Model) -> None:
         step = model.running
-        if step is None or step.to_step:
+        if step is None or step.queue or step.is_stepping:
             return
         if not model.buffers.keep(step.msg.buffers_from) and not step.late_cancels:
             step.awaits_buffers = True  # of a call that is being cancelled they may never come
